@@ -1,0 +1,100 @@
+"""Prefill: writes one chunk of a prompt into a slot's caches. Emits nothing.
+
+The last prompt token is never prefilled; it is the first input of the decode program, which emits the
+first token of the reply like any other. Prefill thus needs no output head, and every token that a
+client sees comes from one program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from model.cache import DeltaNetCache, LayerCache, Placement, place
+from model.config import FULL_ATTENTION
+from model.decode import DecodeState
+from model.decoder_layer import DecoderLayer
+from model.mtp import shift
+from model.transformer import Transformer
+
+
+def prefill_chunk(
+    model: Transformer,
+    state: DecodeState,
+    slot: jax.Array,
+    tokens_T: jax.Array,
+    count: jax.Array,
+    start: jax.Array,
+    next_token: jax.Array,
+    page_row_M: jax.Array,
+) -> DecodeState:
+    """One chunk of one slot; other slots are left as they are.
+
+    Args:
+      model: parameters.
+      state: donated.
+      slot: int32 scalar, not running.
+      tokens_T: prompt ids, the first `count` are valid.
+      count: int32 scalar, 1 .. T.
+      start: absolute position of tokens_T[0]; 0 clears the slot first.
+      next_token: the id after the last valid one (the MTP head pairs it with the last hidden state).
+      page_row_M: the slot's page table.
+
+    Returns:
+      The state with the chunk in all caches.
+    """
+    offsets_1T = jnp.arange(tokens_T.shape[0])[None]
+    where = place(start + offsets_1T, offsets_1T < count, page_row_M[None], model.config)
+    x_BTD = model.embed_tokens(tokens_T[None])
+    caches: list[LayerCache] = []
+    for layer, cache in zip(model.layers, state.caches, strict=True):
+        x_BTD, cache = _layer(layer, x_BTD, where, cache, slot, start == 0)
+        caches.append(cache)
+    mtp_cache = state.mtp_cache
+    if mtp_cache is not None:
+        next_BT = shift(tokens_T[None], next_token[None])
+        next_BT = jnp.where(offsets_1T == count - 1, next_token, next_BT)
+        u_BTD = model.mtp.combine(model.embed_tokens(next_BT), model.norm(x_BTD))
+        mtp_cache = model.mtp.write(u_BTD, where, mtp_cache)
+    pending_B = state.pending_B.at[slot].set(0)
+    return dataclasses.replace(
+        state, caches=tuple(caches), mtp_cache=mtp_cache, pending_B=pending_B
+    )
+
+
+def _layer(
+    layer: DecoderLayer,
+    x_BTD: jax.Array,
+    where: Placement,
+    cache: LayerCache,
+    slot: jax.Array,
+    fresh: jax.Array,
+) -> tuple[jax.Array, LayerCache]:
+    normed_BTD = layer.input_layernorm(x_BTD)
+    if layer.kind == FULL_ATTENTION:
+        mixed_BTD, cache = layer.self_attn.cached(normed_BTD, where, cache)
+    else:
+        taps = layer.linear_attn.conv1d.weight.shape[2] - 1
+        conv_BXC = _slot_rows(cache.conv_window_BYC, slot, fresh)[:, :taps]
+        state_BWPR = _slot_rows(cache.state_BWPR, slot, fresh)
+        mixed_BTD, conv_BXC, state_BWPR = layer.linear_attn.prefill(
+            normed_BTD, conv_BXC, state_BWPR, where.valid_BT
+        )
+        cache = _store(cache, slot, conv_BXC, state_BWPR)
+    return layer.feed_forward(x_BTD + mixed_BTD, where.valid_BT), cache
+
+
+def _slot_rows(array: jax.Array, slot: jax.Array, fresh: jax.Array) -> jax.Array:
+    row = jax.lax.dynamic_slice_in_dim(array, slot, 1)
+    return jnp.where(fresh, jnp.zeros_like(row), row)
+
+
+def _store(
+    cache: DeltaNetCache, slot: jax.Array, conv_BXC: jax.Array, state_BWPR: jax.Array
+) -> DeltaNetCache:
+    """With no pending tokens the next round's conv inputs are the first rows of the window."""
+    window_BYC = jax.lax.dynamic_update_slice(cache.conv_window_BYC, conv_BXC, (slot, 0, 0))
+    states_BWPR = jax.lax.dynamic_update_slice_in_dim(cache.state_BWPR, state_BWPR, slot, axis=0)
+    return dataclasses.replace(cache, conv_window_BYC=window_BYC, state_BWPR=states_BWPR)

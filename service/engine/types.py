@@ -1,0 +1,186 @@
+"""The nouns of the engine: what a request is, what an executor can do, what comes back.
+
+Standard library only, so that the scheduler, the slots and the pages can be tested without JAX or
+gRPC. Words are those of ARCHITECTURE.md: request, slot, prefill, decode call, round, draft tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. The values 1 to 4 are what the decode program itself reports."""
+
+    NONE = 0
+    END_OF_SEQUENCE = 1
+    """The model emitted one of the checkpoint's end ids (the last token delivered)."""
+    STOP = 2
+    """A stop id of the request was emitted (the last token delivered), or a stop string matched."""
+    MAX_TOKENS = 3
+    """The request's token budget is used up."""
+    CONTEXT_LENGTH = 4
+    """The slot reached the longest context that this server holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The choice at a position depends on these and the seed alone."""
+
+    temperature: float = 1.0
+    """0 is greedy (argmax); otherwise logits are divided by it."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
+    seed: int = 0
+    """32-bit key of the noise, which is a function of (seed, absolute position, token id)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One client call, validated and tokenised."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    """At least one id; prompt length plus one must not exceed `Limits.max_context`."""
+    max_tokens: int
+    """Token budget, at least 1."""
+    sampling: SamplingParams = SamplingParams()
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the request with END_OF_SEQUENCE; empty when the client ignores them."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end the request with STOP. At most `Limits.max_stop_ids` with `end_ids` together."""
+    max_draft_tokens: int | None = None
+    """Cap of the draft length for this request; 0 is off; None leaves it to the server."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What drafting did for one request so far. A round verifies 0..U drafts and emits >= 1 token."""
+
+    rounds: int = 0
+    drafted: int = 0
+    """Draft tokens verified."""
+    accepted: int = 0
+    """Draft tokens that were emitted."""
+    acceptance_histogram: tuple[int, ...] = ()
+    """Entry n counts the rounds that accepted n draft tokens (length U + 1)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The tokens that one decode call emitted for one request; empty only when it finishes so."""
+
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    """True where the token was proposed by the MTP head and accepted, per token."""
+    finish: FinishReason
+    """NONE while the request runs; anything else makes this the last chunk."""
+    speculation: SpeculationStats
+    """Cumulative over the request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """The fixed shapes of an executor: what the compiled programs can hold."""
+
+    slots: int
+    """B: requests that decode together."""
+    max_context: int
+    """Positions (prompt and reply) that one slot can hold."""
+    vocab_size: int
+    """Ids in [0, vocab_size) may be sent."""
+    draft_length: int
+    """U: draft tokens per round; 0 when the checkpoint has no MTP head or drafting is off."""
+    rounds_per_call: int
+    """O: rounds in one decode call."""
+    page_size: int
+    """S: positions in one page of the KV caches."""
+    pages: int
+    """Pages in all, the sink page 0 included; usable ids are 1 .. pages - 1."""
+    prefill_chunk: int
+    """Tokens that one prefill call takes; chunks start at absolute multiples of it."""
+    max_stop_ids: int
+    """End and stop ids that one slot can watch for."""
+
+    @property
+    def tokens_per_call(self) -> int:
+        """The most tokens that one decode call can emit for one slot: O * (U + 1)."""
+        return self.rounds_per_call * (self.draft_length + 1)
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Length of a slot's page table."""
+        return -(-self.max_context // self.page_size)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotRounds:
+    """What one decode call did in one slot, round by round (lists have O entries)."""
+
+    tokens: Sequence[Sequence[int]]
+    """Emitted ids of each round; empty for a round in which the slot was frozen."""
+    drafted: Sequence[int]
+    """Draft tokens verified in each round."""
+    accepted: Sequence[int]
+    """Draft tokens emitted in each round: the first `accepted` ids of the round were drafts."""
+    finish: FinishReason
+    """NONE, or why the slot ended inside this call."""
+
+
+class DecodeHandle(Protocol):
+    """A decode call in flight."""
+
+    def fetch(self) -> Sequence[SlotRounds]:
+        """Waits for the call and returns one entry per slot (one device-to-host copy)."""
+        ...
+
+
+class Executor(Protocol):
+    """Owns the device. Every method is called from the engine thread only, and only dispatches:
+    programs run in the order of the calls, and nothing but `DecodeHandle.fetch` waits for them.
+    """
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def prefill(self, slot: int, page_ids: Sequence[int], start: int, tokens: Sequence[int], next_token: int) -> None:
+        """Writes one chunk of a prompt into a slot's caches.
+
+        The last prompt token is never prefilled: it is the first input of the decode program, which
+        then emits the first token of the reply. Slots are cleared by the chunk that starts at 0.
+
+        Args:
+          slot: in [0, slots).
+          page_ids: the slot's page table so far; covers positions [0, start + len(tokens)).
+          start: absolute position of tokens[0], a multiple of `Limits.prefill_chunk`.
+          tokens: 1 .. prefill_chunk prompt ids.
+          next_token: the prompt id at position start + len(tokens) (the MTP head's KV cache pairs
+            each hidden state with the following token).
+        """
+        ...
+
+    def insert(self, slot: int, request: Request, draft_cap: int) -> None:
+        """Makes a slot run: its prompt but for the last token is prefilled (or has one token)."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Freezes a running slot (abort); the next decode call does nothing in it."""
+        ...
+
+    def set_draft_cap(self, slot: int, draft_cap: int) -> None:
+        """Changes how many draft tokens a running slot verifies per round, 0 .. draft_length."""
+        ...
+
+    def decode(self, page_tables: Sequence[Sequence[int]]) -> DecodeHandle:
+        """Dispatches one decode call over all slots.
+
+        Args:
+          page_tables: one list of page ids per slot (empty for a free slot). For a running slot it
+            covers every position this call can write: position + tokens_per_call + draft_length.
+        """
+        ...
