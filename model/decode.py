@@ -286,25 +286,30 @@ def _draft(
     emitted_B = jnp.sum(emitted_BT, axis=1)
     first_B = state.position_B - emitted_B
     row_positions_BT = first_B[:, None] + jnp.arange(chosen_BT.shape[1])
-    keep_BT = emitted_BT & state.running_B[:, None]
-    where = place(row_positions_BT, keep_BT, page_table_BM, config)
+    where = place(
+        row_positions_BT, emitted_BT & state.running_B[:, None], page_table_BM, config
+    )
     u_BTD = mtp.combine(model.embed_tokens(chosen_BT), hidden_BTD)
     cache = mtp.write(u_BTD, where, state.mtp_cache)
-    newest_B = jnp.maximum(emitted_B - 1, 0)
-    u_B1D = jnp.take_along_axis(u_BTD, newest_B[:, None, None], axis=1)
+    newest_B11 = jnp.maximum(emitted_B - 1, 0)[:, None, None]
+    hidden_B1D = jnp.take_along_axis(hidden_BTD, newest_B11, axis=1)
 
-    drafts: list[jax.Array] = []
-    for index in range(shape.draft_length):
+    def draft_one(
+        carry: tuple[jax.Array, jax.Array, AttentionCache], index: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, AttentionCache], jax.Array]:
+        token_B1, hidden_B1D, cache = carry
         positions_B1 = (state.position_B - 1 + index)[:, None]
         wanted_B1 = (index < count_B)[:, None]
         where = place(positions_B1, wanted_B1, page_table_BM, config)
-        if index:
-            u_B1D = mtp.combine(model.embed_tokens(drafts[-1]), hidden_B1D)
-            cache = mtp.write(u_B1D, where, cache)
+        u_B1D = mtp.combine(model.embed_tokens(token_B1), hidden_B1D)
+        # The first row is in the cache already; writing it again keeps the steps alike.
+        cache = mtp.write(u_B1D, where, cache)
         hidden_B1D = mtp.attend(u_B1D, where, cache, wanted_B1)
-        drafts.append(
-            _choose(model, hidden_B1D, state.settings.sampling, positions_B1 + 2, shape)
-        )
+        token_B1 = _choose(model, hidden_B1D, state.settings.sampling, positions_B1 + 2, shape)
+        return (token_B1, hidden_B1D, cache), token_B1[:, 0]
+
+    first = (state.last_token_B[:, None], hidden_B1D, cache)
+    (_, _, cache), drafts_UB = jax.lax.scan(draft_one, first, jnp.arange(shape.draft_length))
     return dataclasses.replace(
-        state, mtp_cache=cache, drafts_BU=jnp.concatenate(drafts, axis=1), draft_count_B=count_B
+        state, mtp_cache=cache, drafts_BU=drafts_UB.T, draft_count_B=count_B
     )
