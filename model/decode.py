@@ -34,6 +34,7 @@ from model.cache import (
     place,
 )
 from model.config import ModelConfig
+from model.logits import MAX_LOGIT_BIAS, LogitSettings, TokenCounts, adjust, init_counts
 from model.sampling import SamplingSettings, choose
 from model.transformer import Transformer
 
@@ -69,10 +70,9 @@ class SlotSettings:
     """What a request asks of its slot; constant while it runs."""
 
     sampling: SamplingSettings
-    stop_ids_BX: jax.Array
-    """int32, -1 where unused."""
+    logits: LogitSettings
     stop_reasons_BX: jax.Array
-    """int32: FINISH_END or FINISH_STOP, what the id at the same index means."""
+    """int32: FINISH_END or FINISH_STOP, what the id at the same index of `logits.stop_ids_BX` means."""
     draft_cap_B: PerSlotInt
     """Most draft tokens per round, 0 .. U."""
 
@@ -97,6 +97,7 @@ class DecodeState:
     running_B: PerSlotBool
     budget_B: PerSlotInt
     """Tokens that the slot may still emit."""
+    counts: TokenCounts
     settings: SlotSettings
 
 
@@ -109,11 +110,24 @@ def init_state(
     def ints(*dims: int) -> jax.Array:
         return jnp.zeros((slots, *dims), jnp.int32)
 
+    def floats(*dims: int) -> jax.Array:
+        return jnp.zeros((slots, *dims), jnp.float32)
+
     sampling = SamplingSettings(
-        temperature=jnp.zeros((slots,), jnp.float32),
+        temperature=floats(),
         top_k=ints(),
-        top_p=jnp.ones((slots,), jnp.float32),
+        top_p=floats() + 1,
+        min_p=floats(),
         seed=jnp.zeros((slots,), jnp.uint32),
+    )
+    logits = LogitSettings(
+        bias_ids_BX=ints(MAX_LOGIT_BIAS) - 1,
+        bias_BX=floats(MAX_LOGIT_BIAS),
+        repetition_B=floats() + 1,
+        frequency_B=floats(),
+        presence_B=floats(),
+        stop_ids_BX=ints(shape.max_stop_ids) - 1,
+        stop_budget_B=ints(),
     )
     return DecodeState(
         caches=init_layer_caches(
@@ -134,9 +148,10 @@ def init_state(
         draft_count_B=ints(),
         running_B=jnp.zeros((slots,), bool),
         budget_B=ints(),
+        counts=init_counts(slots, config.vocab_size),
         settings=SlotSettings(
             sampling=sampling,
-            stop_ids_BX=ints(shape.max_stop_ids) - 1,
+            logits=logits,
             stop_reasons_BX=ints(shape.max_stop_ids),
             draft_cap_B=ints(),
         ),
@@ -179,7 +194,10 @@ def _decode_round(
     hidden_BTD, caches = model.decode(tokens_BT, where, state.caches, state.pending_B)
 
     # 2. Choose, 3. accept.
-    chosen_BT = _choose(model, hidden_BTD, state.settings.sampling, positions_BT + 1, shape)
+    # Position t counts the drafts up to its own input as emitted.
+    seen_TU = jnp.arange(shape.draft_length) < offsets_T[:, None]
+    drafts_BTU = jnp.where(seen_TU & valid_BT[:, 1:][:, None], state.drafts_BU[:, None], -1)
+    chosen_BT = _choose(model, state, hidden_BTD, positions_BT + 1, drafts_BTU, shape)
     agrees_BU = (state.drafts_BU == chosen_BT[:, :-1]) & valid_BT[:, 1:]
     accepted_B = jnp.sum(jnp.cumprod(agrees_BU, axis=1, dtype=jnp.int32), axis=1)
     emitted_B, finish_B = _emit(chosen_BT, accepted_B + 1, state, shape)
@@ -198,6 +216,7 @@ def _decode_round(
         position_B=state.position_B + emitted_B,
         running_B=running_B,
         budget_B=state.budget_B - emitted_B,
+        counts=state.counts.add_reply(chosen_BT, emitted_BT),
     )
 
     # 5. Draft.
@@ -208,19 +227,32 @@ def _decode_round(
 
 def _choose(
     model: Transformer,
+    state: DecodeState,
     hidden_BTD: jax.Array,
-    sampling: SamplingSettings,
     positions_BT: jax.Array,
+    drafts_BTU: jax.Array,
     shape: DecodeShape,
 ) -> jax.Array:
-    """The model's own token after each hidden state, [B, T]."""
-    tokens = hidden_BTD.shape[1]
-    logits_ZV = model.logits(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]))
-    if shape.addressable_tokens < logits_ZV.shape[1]:
-        named_V = jnp.arange(logits_ZV.shape[1]) < shape.addressable_tokens
-        logits_ZV = jnp.where(named_V, logits_ZV, -jnp.inf)
-    per_row = jax.tree.map(lambda per_slot: jnp.repeat(per_slot, tokens), sampling)
-    return choose(logits_ZV, per_row, positions_BT.reshape(-1)).reshape(-1, tokens)
+    """The token after each hidden state, [B, T].
+
+    Args:
+      model: gives the output head.
+      state: gives settings, and counts and budget that go with `state.position_B`.
+      hidden_BTD: after the final norm.
+      positions_BT: absolute positions of the tokens to choose.
+      drafts_BTU: draft tokens to count as emitted, see `logits.adjust`.
+      shape: what is compiled in.
+    """
+    batch, tokens = positions_BT.shape
+    logits_BTV = model.logits(hidden_BTD.reshape(batch * tokens, -1)).reshape(batch, tokens, -1)
+    if shape.addressable_tokens < logits_BTV.shape[2]:
+        named_V = jnp.arange(logits_BTV.shape[2]) < shape.addressable_tokens
+        logits_BTV = jnp.where(named_V, logits_BTV, -jnp.inf)
+    budget_BT = state.budget_B[:, None] - (positions_BT - 1 - state.position_B[:, None])
+    logits_BTV = adjust(logits_BTV, state.settings.logits, state.counts, drafts_BTU, budget_BT)
+    per_row = jax.tree.map(lambda per_slot: jnp.repeat(per_slot, tokens), state.settings.sampling)
+    logits_ZV = logits_BTV.reshape(batch * tokens, -1)
+    return choose(logits_ZV, per_row, positions_BT.reshape(-1)).reshape(batch, tokens)
 
 
 def _emit(
@@ -230,7 +262,7 @@ def _emit(
 
     A stop id ends the slot where it stands, even if budget or context end at the same token.
     """
-    is_stop_BTX = chosen_BT[:, :, None] == state.settings.stop_ids_BX[:, None, :]
+    is_stop_BTX = chosen_BT[:, :, None] == state.settings.logits.stop_ids_BX[:, None, :]
     reason_BT = jnp.max(jnp.where(is_stop_BTX, state.settings.stop_reasons_BX[:, None, :], 0), axis=2)
     stops_BT = reason_BT > 0
     until_stop_B = jnp.where(
@@ -294,10 +326,8 @@ def _draft(
     newest_B11 = jnp.maximum(emitted_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BTD, newest_B11, axis=1)
 
-    def draft_one(
-        carry: tuple[jax.Array, jax.Array, AttentionCache], index: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array, AttentionCache], jax.Array]:
-        token_B1, hidden_B1D, cache = carry
+    def draft_one(carry: tuple, index: jax.Array) -> tuple[tuple, None]:
+        token_B1, hidden_B1D, drafts_BU, cache = carry
         positions_B1 = (state.position_B - 1 + index)[:, None]
         wanted_B1 = (index < count_B)[:, None]
         where = place(positions_B1, wanted_B1, page_table_BM, config)
@@ -305,11 +335,12 @@ def _draft(
         # The first row is in the cache already; writing it again keeps the steps alike.
         cache = mtp.write(u_B1D, where, cache)
         hidden_B1D = mtp.attend(u_B1D, where, cache, wanted_B1)
-        token_B1 = _choose(model, hidden_B1D, state.settings.sampling, positions_B1 + 2, shape)
-        return (token_B1, hidden_B1D, cache), token_B1[:, 0]
+        token_B1 = _choose(
+            model, state, hidden_B1D, positions_B1 + 2, drafts_BU[:, None], shape
+        )
+        drafts_BU = jax.lax.dynamic_update_slice(drafts_BU, token_B1, (0, index))
+        return (token_B1, hidden_B1D, drafts_BU, cache), None
 
-    first = (state.last_token_B[:, None], hidden_B1D, cache)
-    (_, _, cache), drafts_UB = jax.lax.scan(draft_one, first, jnp.arange(shape.draft_length))
-    return dataclasses.replace(
-        state, mtp_cache=cache, drafts_BU=drafts_UB.T, draft_count_B=count_B
-    )
+    first = (state.last_token_B[:, None], hidden_B1D, jnp.full_like(state.drafts_BU, -1), cache)
+    (_, _, drafts_BU, cache), _ = jax.lax.scan(draft_one, first, jnp.arange(shape.draft_length))
+    return dataclasses.replace(state, mtp_cache=cache, drafts_BU=drafts_BU, draft_count_B=count_B)

@@ -59,8 +59,13 @@ def prefill_chunk(
         u_BTD = model.mtp.combine(model.embed_tokens(next_BT), model.norm(x_BTD))
         mtp_cache = model.mtp.write(u_BTD, where, mtp_cache)
     pending_B = state.pending_B.at[slot].set(0)
+    counts = state.counts.clear_prompt(slot, start == 0)
     return dataclasses.replace(
-        state, caches=tuple(caches), mtp_cache=mtp_cache, pending_B=pending_B
+        state,
+        caches=tuple(caches),
+        mtp_cache=mtp_cache,
+        pending_B=pending_B,
+        counts=counts.add_prompt(slot, tokens_T, offsets_1T[0] < count),
     )
 
 

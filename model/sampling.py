@@ -1,7 +1,7 @@
 """The choice of a token: a function of (logits, settings, seed, absolute position) and nothing else.
 
 Sampling is Gumbel-max (Gumbel 1954; Maddison et al., arXiv 1411.0030): argmax of logits / temperature
-+ noise over the tokens that top-k and top-p keep. The noise belongs to (seed, position, token id), not
++ noise over the tokens that min-p, top-k and top-p keep, in that order. The noise belongs to (seed, position, token id), not
 to a call, a round or a slot. Verification therefore chooses the very token that would have been chosen
 without drafts, and a draft made with the same noise agrees with it more often than a greedy one.
 """
@@ -32,6 +32,8 @@ class SamplingSettings:
     """int32; 0 keeps all."""
     top_p: PerSlotFloat
     """float32 in (0, 1]; 1 keeps all."""
+    min_p: PerSlotFloat
+    """float32 in [0, 1): keep tokens at least this share as likely as the likeliest; 0 keeps all."""
     seed: Seeds
     """uint32."""
 
@@ -83,6 +85,8 @@ def _sample(
     vocab = logits_ZV.shape[1]
     temperature_Z1 = jnp.where(settings.temperature > 0, settings.temperature, 1.0)[:, None]
     scaled_ZV = logits_ZV / temperature_Z1
+    least_Z1 = jnp.max(scaled_ZV, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
+    scaled_ZV = jnp.where(scaled_ZV >= least_Z1, scaled_ZV, -jnp.inf)
     log_total_Z = jax.nn.logsumexp(scaled_ZV, axis=-1)
 
     def among(count: int) -> tuple[jax.Array, jax.Array]:
@@ -116,6 +120,7 @@ def _keep(
 ) -> tuple[jax.Array, jax.Array]:
     """Which of the K likeliest tokens top-k and then top-p keep, and whether K were enough.
 
+    Tokens that min-p dropped are -inf already; if one is among the K, the K hold all that is left.
     Top-p keeps a token while the probability before it, among those that top-k kept, is under p.
     """
     count = values_ZK.shape[1]
@@ -127,7 +132,8 @@ def _keep(
     before_ZK = jnp.cumsum(probability_ZK, axis=-1) - probability_ZK
     kept_ZK = within_ZK & ((before_ZK < top_p_Z1) | (top_p_Z1 >= 1))
     reached_Z = (before_ZK[:, -1] + probability_ZK[:, -1] >= settings.top_p) & (settings.top_p < 1)
-    enough_Z = jnp.where(settings.top_k > 0, settings.top_k <= count, reached_Z)
+    ended_Z = jnp.isneginf(values_ZK[:, -1])
+    enough_Z = jnp.where(settings.top_k > 0, settings.top_k <= count, reached_Z) | ended_Z
     return kept_ZK, enough_Z
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from model.decode import DecodeState, SlotSettings
-from model.sampling import SamplingSettings
 
 
 @typing.no_type_check
@@ -23,13 +22,8 @@ class Insertion:
     position: jax.Array
     """Its position: prompt length - 1."""
     budget: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seed: jax.Array
-    stop_ids_X: jax.Array
-    stop_reasons_X: jax.Array
-    draft_cap: jax.Array
+    settings: SlotSettings
+    """One entry of every array of the slots' settings."""
 
 
 def insert(state: DecodeState, slot: jax.Array, new: Insertion) -> DecodeState:
@@ -52,13 +46,8 @@ def insert(state: DecodeState, slot: jax.Array, new: Insertion) -> DecodeState:
         else cache
         for cache in state.caches
     )
-    old = state.settings
-    sampling = SamplingSettings(
-        temperature=old.sampling.temperature.at[slot].set(new.temperature),
-        top_k=old.sampling.top_k.at[slot].set(new.top_k),
-        top_p=old.sampling.top_p.at[slot].set(new.top_p),
-        seed=old.sampling.seed.at[slot].set(new.seed),
-    )
+    counts = state.counts.clear_prompt(slot, first).clear_reply(slot)
+    counts = counts.add_prompt(slot, new.last_token[None], jnp.ones((1,), bool))
     return dataclasses.replace(
         state,
         caches=caches,
@@ -69,12 +58,8 @@ def insert(state: DecodeState, slot: jax.Array, new: Insertion) -> DecodeState:
         draft_count_B=state.draft_count_B.at[slot].set(0),
         running_B=state.running_B.at[slot].set(True),
         budget_B=state.budget_B.at[slot].set(new.budget),
-        settings=SlotSettings(
-            sampling=sampling,
-            stop_ids_BX=old.stop_ids_BX.at[slot].set(new.stop_ids_X),
-            stop_reasons_BX=old.stop_reasons_BX.at[slot].set(new.stop_reasons_X),
-            draft_cap_B=old.draft_cap_B.at[slot].set(new.draft_cap),
-        ),
+        counts=counts,
+        settings=jax.tree.map(lambda old, one: old.at[slot].set(one), state.settings, new.settings),
     )
 
 

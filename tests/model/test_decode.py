@@ -109,6 +109,67 @@ def test_chunked_prefill_equals_one_shot(chunk):
         assert driver.replies[0] == full_forward_greedy(ids, 16), length
 
 
+SETTINGS = {
+    "frequency": {"frequency_penalty": 0.7},
+    "presence": {"presence_penalty": 0.7},
+    "repetition": {"repetition_penalty": 1.3},
+    "bias": {"logit_bias": ((7, 3.0), (8, -100.0), (9, 2.5))},
+    "all": {
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "logit_bias": ((7, 3.0),),
+        "temperature": 0.9,
+        "min_p": 0.05,
+        "seed": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_penalties_and_bias_count_tokens_not_rounds(driver, name):
+    """Case 10: equal to adjusting full-forward logits by hand, at every draft length."""
+    sampling = SamplingParams(**{"temperature": 0.0, **SETTINGS[name]})
+    ids = (5, 6, 7, 5, 6, 7, 5, 6, 7, 11, 5, 6)
+    replies = [driver.run(Request("r", ids, 48, sampling), cap) for cap in CAPS]
+    assert all(reply == replies[0] for reply in replies)
+    plain = dataclasses.replace(
+        sampling, repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias=()
+    )
+    assert driver.run(Request("r", ids, 48, plain), 3) != replies[0]
+    if sampling.temperature == 0:
+        assert replies[0] == adjusted_greedy(ids, 48, sampling)
+
+
+def adjusted_greedy(ids: tuple[int, ...], count: int, sampling: SamplingParams) -> list[int]:
+    """Greedy continuation whose penalties and bias are applied in plain NumPy."""
+    logits_of = jax.jit(lambda tokens: MODEL.logits(MODEL(tokens)))
+    tokens = np.zeros((1, len(ids) + count), np.int32)
+    tokens[0, : len(ids)] = ids
+    for at in range(len(ids), tokens.shape[1]):
+        logits = np.array(logits_of(tokens)[0, at - 1])
+        for token, bias in sampling.logit_bias:
+            logits[token] += np.float32(bias)
+        reply = np.bincount(tokens[0, len(ids) : at], minlength=len(logits))
+        seen = np.bincount(tokens[0, :at], minlength=len(logits)) > 0
+        factor = np.float32(sampling.repetition_penalty)
+        logits = np.where(seen, np.where(logits > 0, logits / factor, logits * factor), logits)
+        logits = logits - np.float32(sampling.frequency_penalty) * reply.astype(np.float32)
+        logits = logits - np.float32(sampling.presence_penalty) * (reply > 0)
+        tokens[0, at] = logits.argmax()
+    return tokens[0, len(ids) :].tolist()
+
+
+def test_min_tokens_bars_the_end_exactly(driver):
+    """Case 10, second half: the end token is biased to win, and comes right after min_tokens."""
+    sampling = SamplingParams(temperature=0.0, logit_bias=((3, 100.0),))
+    for cap in CAPS:
+        request = Request("r", prompt(9), 60, sampling, end_ids=(3,), min_tokens=20)
+        reply = driver.run(request, cap)
+        assert len(reply) == 21 and reply[20] == 3 and 3 not in reply[:20]
+        assert driver.rounds[0][-1].finish == FinishReason.END_OF_SEQUENCE
+
+
 def test_stop_ids_and_limits_end_a_slot_inside_the_program(driver):
     """Cases 12 and 26, on the device: stop beats length, counts are what was emitted."""
     ids = prompt(30, seed=5)

@@ -10,18 +10,21 @@ import pytest
 from model.sampling import CANDIDATES, SamplingSettings, choose, gumbel_noise
 
 
-def settings(rows: int, temperature=1.0, top_k=0, top_p=1.0, seeds=None) -> SamplingSettings:
+def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> SamplingSettings:
     return SamplingSettings(
         temperature=jnp.full((rows,), temperature, jnp.float32),
         top_k=jnp.full((rows,), top_k, jnp.int32),
         top_p=jnp.full((rows,), top_p, jnp.float32),
-        seed=jnp.arange(rows, dtype=jnp.uint32) if seeds is None else jnp.asarray(seeds, jnp.uint32),
+        min_p=jnp.full((rows,), min_p, jnp.float32),
+        seed=jnp.arange(rows, dtype=jnp.uint32),
     )
 
 
-def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Probabilities after temperature, top-k and top-p, by sorting; float64."""
+def allowed(logits, temperature, top_k, top_p, min_p) -> np.ndarray:
+    """Probabilities after temperature, min-p, top-k and top-p, by sorting; float64."""
     scaled = logits.astype(np.float64) / temperature
+    if min_p:
+        scaled[scaled < scaled.max() + np.log(min_p)] = -np.inf
     order = np.argsort(-scaled, kind="stable")
     if top_k:
         order = order[:top_k]
@@ -33,21 +36,30 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
     return result
 
 
-FILTERS = [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.0, 8, 0.9), (1.5, 3, 1.0), (1.0, 0, 0.05), (1.0, 1, 1.0)]
+FILTERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.0, 8, 0.9, 0.0),
+    (1.5, 3, 1.0, 0.0),
+    (1.0, 0, 0.05, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (1.0, 5, 0.9, 0.05),
+]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), FILTERS)
-def test_distribution(temperature, top_k, top_p):
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
+def test_distribution(temperature, top_k, top_p, min_p):
     """Chi-square over 20,000 seeds on 16 tokens; nothing outside the allowed set appears."""
     logits = np.random.default_rng(0).normal(size=16).astype(np.float32) * 2
     rows = 20_000
     tokens = choose(
         jnp.broadcast_to(jnp.asarray(logits), (rows, 16)),
-        settings(rows, temperature, top_k, top_p),
+        settings(rows, temperature, top_k, top_p, min_p),
         jnp.full((rows,), 7, jnp.int32),
     )
     counts = np.bincount(tokens, minlength=16)
-    want = allowed(logits, temperature, top_k, top_p) * rows
+    want = allowed(logits, temperature, top_k, top_p, min_p) * rows
     assert not counts[want == 0].any()
     likely = want >= 5
     rest = counts[~likely].sum(), want[~likely].sum()
@@ -60,22 +72,32 @@ def test_distribution(temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 5, 1.0), (5.0, 0, 0.95), (5.0, 300, 0.9), (1.0, 0, 1.0), (0.0, 3, 0.5)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 5, 1.0, 0.0),
+        (5.0, 0, 0.95, 0.0),
+        (5.0, 300, 0.9, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.0, 3, 0.5, 0.5),
+        (5.0, 0, 1.0, 0.3),
+        (5.0, 0, 0.9, 0.3),
+        (0.3, 0, 0.99, 0.2),
+    ],
 )
-def test_wide_vocabulary_equals_sorting(temperature, top_k, top_p):
+def test_wide_vocabulary_equals_sorting(temperature, top_k, top_p, min_p):
     """More tokens than candidates: whatever path a row takes, the token is that of the full sort."""
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(32, 40 * CANDIDATES)).astype(np.float32)
     positions = jnp.arange(32, dtype=jnp.int32)
-    chosen = np.asarray(choose(jnp.asarray(logits), settings(32, temperature, top_k, top_p), positions))
+    rows = settings(32, temperature, top_k, top_p, min_p)
+    chosen = np.asarray(choose(jnp.asarray(logits), rows, positions))
     if temperature == 0:
         np.testing.assert_array_equal(chosen, logits.argmax(1))
         return
     ids = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape)
     noise = np.asarray(gumbel_noise(jnp.arange(32, dtype=jnp.uint32), positions, ids))
     for row in range(32):
-        kept = allowed(logits[row], temperature, top_k, top_p) > 0
+        kept = allowed(logits[row], temperature, top_k, top_p, min_p) > 0
         noisy = np.where(kept, logits[row] / np.float32(temperature) + noise[row], -np.inf)
         assert chosen[row] == noisy.argmax()
 
@@ -87,6 +109,7 @@ def test_a_row_does_not_depend_on_what_other_rows_need():
         temperature=jnp.asarray([1.0, 4.0, 0.0]),
         top_k=jnp.asarray([5, 0, 0]),
         top_p=jnp.asarray([0.9, 1.0, 1.0]),
+        min_p=jnp.asarray([0.0, 0.01, 0.0]),
         seed=jnp.asarray([1, 2, 3], jnp.uint32),
     )
     together = choose(logits, mixed, positions)
