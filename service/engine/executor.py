@@ -20,7 +20,9 @@ from model import checkpoint as checkpoint_lib
 from model import decode as decode_lib
 from model import prefill as prefill_lib
 from model import slots as slots_lib
-from model.decode import DecodeShape
+from model.decode import DecodeShape, SlotSettings
+from model.logits import MAX_LOGIT_BIAS, LogitSettings
+from model.sampling import SamplingSettings
 from model.transformer import Transformer
 from service.engine.types import DecodeHandle, FinishReason, Limits, Request, SlotRounds
 
@@ -112,24 +114,11 @@ class JaxExecutor:
 
     def insert(self, slot: int, request: Request, draft_cap: int) -> None:
         """See `types.Executor.insert`."""
-        ids = np.full(self._shape.max_stop_ids, -1, np.int32)
-        reasons = np.zeros(self._shape.max_stop_ids, np.int32)
-        watched = [(token, FinishReason.END_OF_SEQUENCE) for token in request.end_ids]
-        watched += [(token, FinishReason.STOP) for token in request.stop_ids]
-        for index, (token, reason) in enumerate(watched):
-            ids[index], reasons[index] = token, int(reason)
-        sampling = request.sampling
         insertion = slots_lib.Insertion(
             last_token=np.int32(request.prompt_ids[-1]),
             position=np.int32(len(request.prompt_ids) - 1),
             budget=np.int32(request.max_tokens),
-            temperature=np.float32(sampling.temperature),
-            top_k=np.int32(sampling.top_k),
-            top_p=np.float32(sampling.top_p),
-            seed=np.uint32(sampling.seed),
-            stop_ids_X=ids,
-            stop_reasons_X=reasons,
-            draft_cap=np.int32(draft_cap),
+            settings=_settings(request, draft_cap, self._shape),
         )
         self._run("insert", np.int32(slot), insertion)
 
@@ -151,6 +140,10 @@ class JaxExecutor:
         packed.copy_to_host_async()
         return _Call(packed, self._shape.draft_length + 1)
 
+    def wait(self) -> None:
+        """See `types.Executor.wait`."""
+        jax.block_until_ready(self._state.pending_B)
+
     def _page_row(self, page_ids: Sequence[int]) -> np.ndarray:
         row = np.zeros(self.limits.pages_per_slot, np.int32)
         row[: len(page_ids)] = page_ids
@@ -167,6 +160,41 @@ class JaxExecutor:
             return packed
         self._state = result
         return None
+
+
+def _settings(request: Request, draft_cap: int, shape: DecodeShape) -> SlotSettings:
+    """A request's settings as the device holds them for one slot."""
+    ids = np.full(shape.max_stop_ids, -1, np.int32)
+    reasons = np.zeros(shape.max_stop_ids, np.int32)
+    watched = [(token, FinishReason.END_OF_SEQUENCE) for token in request.end_ids]
+    watched += [(token, FinishReason.STOP) for token in request.stop_ids]
+    for index, (token, reason) in enumerate(watched):
+        ids[index], reasons[index] = token, int(reason)
+    sampling = request.sampling
+    bias_ids = np.full(MAX_LOGIT_BIAS, -1, np.int32)
+    bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    for index, (token, value) in enumerate(sampling.logit_bias):
+        bias_ids[index], bias[index] = token, value
+    return SlotSettings(
+        sampling=SamplingSettings(
+            temperature=np.float32(sampling.temperature),
+            top_k=np.int32(sampling.top_k),
+            top_p=np.float32(sampling.top_p),
+            min_p=np.float32(sampling.min_p),
+            seed=np.uint32(sampling.seed),
+        ),
+        logits=LogitSettings(
+            bias_ids_BX=bias_ids,
+            bias_BX=bias,
+            repetition_B=np.float32(sampling.repetition_penalty),
+            frequency_B=np.float32(sampling.frequency_penalty),
+            presence_B=np.float32(sampling.presence_penalty),
+            stop_ids_BX=ids,
+            stop_budget_B=np.int32(request.max_tokens - request.min_tokens),
+        ),
+        stop_reasons_BX=reasons,
+        draft_cap_B=np.int32(draft_cap),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

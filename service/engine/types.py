@@ -36,8 +36,18 @@ class SamplingParams:
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probability reaches this; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the likeliest; 0 keeps all."""
     seed: int = 0
     """32-bit key of the noise, which is a function of (seed, absolute position, token id)."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or reply; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit per occurrence in the reply."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token in the reply."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit); at most `Limits.max_logit_bias`, ids distinct."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class Request:
     """Ids that end the request with END_OF_SEQUENCE; empty when the client ignores them."""
     stop_ids: tuple[int, ...] = ()
     """Ids that end the request with STOP. At most `Limits.max_stop_ids` with `end_ids` together."""
+    min_tokens: int = 0
+    """End and stop ids are barred until this many tokens are emitted."""
     max_draft_tokens: int | None = None
     """Cap of the draft length for this request; 0 is off; None leaves it to the server."""
 
@@ -106,6 +118,8 @@ class Limits:
     """Tokens that one prefill call takes; chunks start at absolute multiples of it."""
     max_stop_ids: int
     """End and stop ids that one slot can watch for."""
+    max_logit_bias: int = 64
+    """Biased tokens per request."""
 
     @property
     def tokens_per_call(self) -> int:
@@ -141,14 +155,18 @@ class DecodeHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Owns the device. Every method is called from the engine thread only, and only dispatches:
-    programs run in the order of the calls, and nothing but `DecodeHandle.fetch` waits for them.
+    """Owns the device. Called from the engine thread only.
+
+    Methods only dispatch: programs run in the order of the calls, and nothing but
+    `DecodeHandle.fetch` and `wait` waits for them.
     """
 
     @property
     def limits(self) -> Limits: ...
 
-    def prefill(self, slot: int, page_ids: Sequence[int], start: int, tokens: Sequence[int], next_token: int) -> None:
+    def prefill(
+        self, slot: int, page_ids: Sequence[int], start: int, tokens: Sequence[int], next_token: int
+    ) -> None:
         """Writes one chunk of a prompt into a slot's caches.
 
         The last prompt token is never prefilled: it is the first input of the decode program, which
@@ -182,5 +200,13 @@ class Executor(Protocol):
         Args:
           page_tables: one list of page ids per slot (empty for a free slot). For a running slot it
             covers every position this call can write: position + tokens_per_call + draft_length.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Waits until every program dispatched so far has run.
+
+        Paces prefill while no slot decodes: there is no call to fetch then, and chunks dispatched
+        far ahead would delay every later request and outlive an abort.
         """
         ...

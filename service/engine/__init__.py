@@ -1,0 +1,1 @@
+"""One thread owns the device: admits, prefills, decodes and delivers."""

@@ -1,0 +1,328 @@
+"""An executor without a device, whose tokens can be computed by hand and which checks its callers.
+
+The model it plays: the token after t is (t + 1) % vocab_size, unless `replies` scripts the reply of
+a request id. A request's round r accepts `accepts[r % len(accepts)]` draft tokens, or as many as
+were verified if those are fewer; the round after the insert verifies none, like the real program.
+
+Programs "run" when they are dispatched, on a simulated page memory: each position that a slot wrote
+holds its token, rejected drafts leave garbage, and a decode call reads back all that its slots
+should have in their pages. A page lost to another slot therefore shows as a broken contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from service.engine.types import FinishReason, Limits, Request, SlotRounds
+
+REJECTED = -1
+"""What a rejected draft token leaves in the page memory."""
+
+
+def small_limits(**changes: int) -> Limits:
+    """Limits that make every bound easy to meet; pages for three slots of maximum length."""
+    limits = Limits(
+        slots=4, max_context=64, vocab_size=1000, draft_length=2, rounds_per_call=2, page_size=4,
+        pages=1 + 3 * 16, prefill_chunk=8, max_stop_ids=4,
+    )  # fmt: skip
+    return dataclasses.replace(limits, **changes)
+
+
+def reply_token(
+    request: Request,
+    index: int,
+    previous: int,
+    vocab_size: int,
+    replies: Mapping[str, Sequence[int]],
+) -> int:
+    """The token at `index` of a reply. An id that `min_tokens` bars gives way to the next one."""
+    script = replies.get(request.request_id, ())
+    token = script[index] if index < len(script) else (previous + 1) % vocab_size
+    while index < request.min_tokens and token in request.end_ids + request.stop_ids:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def end_of(request: Request, limits: Limits, reply: Sequence[int]) -> FinishReason:
+    """Why a reply ends with the last of these tokens; NONE if it goes on. Stops beat lengths."""
+    if reply[-1] in request.end_ids:
+        return FinishReason.END_OF_SEQUENCE
+    if reply[-1] in request.stop_ids:
+        return FinishReason.STOP
+    if len(reply) == request.max_tokens:
+        return FinishReason.MAX_TOKENS
+    if len(request.prompt_ids) + len(reply) == limits.max_context:
+        return FinishReason.CONTEXT_LENGTH
+    return FinishReason.NONE
+
+
+def expected_reply(
+    request: Request, limits: Limits, replies: Mapping[str, Sequence[int]] | None = None
+) -> tuple[tuple[int, ...], FinishReason]:
+    """What a request gets, whatever the drafts, the load and the other requests."""
+    reply: list[int] = []
+    previous, finish = request.prompt_ids[-1], FinishReason.NONE
+    while finish is FinishReason.NONE:
+        previous = reply_token(request, len(reply), previous, limits.vocab_size, replies or {})
+        reply.append(previous)
+        finish = end_of(request, limits, reply)
+    return tuple(reply), finish
+
+
+@dataclasses.dataclass
+class _Slot:
+    """What the device and the contract know of one slot."""
+
+    prompt: list[int] = dataclasses.field(default_factory=list)
+    """Prefilled so far."""
+    next_token: int | None = None
+    page_ids: tuple[int, ...] = ()
+    request: Request | None = None
+    """Inserted, not released, and its end not fetched: the caller must take it for running."""
+    running: bool = False
+    """The device's own view: False from the round that ends the request."""
+    reply: list[int] = dataclasses.field(default_factory=list)
+    rounds: int = 0
+    drafts: int = 0
+    """Draft tokens that the next round verifies."""
+    draft_cap: int = 0
+
+
+class FakeExecutor:
+    """Implements `Executor`; AssertionError when its contract is broken."""
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        replies: Mapping[str, Sequence[int]] | None = None,
+        accepts: Sequence[int] = (2, 0, 1),
+        decode_delay_s: float = 0.0,
+        fail_on: tuple[str, int] | None = None,
+        stepped: bool = False,
+    ) -> None:
+        """Scripts a device.
+
+        Args:
+          limits: `small_limits()` if None.
+          replies: by request id, the first tokens of the reply.
+          accepts: draft tokens accepted per round of a request, repeated.
+          decode_delay_s: seconds that fetching a decode call takes.
+          fail_on: ("decode", 3) raises RuntimeError in the third call of `decode`, and so on.
+          stepped: `fetch` and `wait` block until `allow` lets them through.
+        """
+        self.limits = limits or small_limits()
+        self.replies = dict(replies or {})
+        self.log: list[tuple[Any, ...]] = []
+        """(method, arguments worth comparing) of each call."""
+        self._accepts = tuple(accepts)
+        self._decode_delay_s = decode_delay_s
+        self._fail_on = fail_on
+        self.stepped = stepped
+        self._gate = threading.Semaphore(0) if stepped else None
+        self._slots = [_Slot() for _ in range(self.limits.slots)]
+        self._memory: dict[tuple[int, int], int] = {}
+        self._thread: int | None = None
+        self._dispatches = 0
+        self._pending: dict[int, str] = {}  # programs not known to have run, by dispatch
+
+    def calls(self, method: str) -> list[tuple[Any, ...]]:
+        """The log entries of one method."""
+        return [entry for entry in self.log if entry[0] == method]
+
+    def allow(self, times: int = 1) -> None:
+        """Lets that many calls of `fetch` and `wait` through (for `stepped`)."""
+        assert self._gate is not None
+        self._gate.release(times)
+
+    def prefill(
+        self,
+        slot: int,
+        page_ids: Sequence[int],
+        start: int,
+        tokens: Sequence[int],
+        next_token: int,
+    ) -> None:
+        self._enter("prefill", slot, start, len(tokens))
+        state, limits = self._slots[slot], self.limits
+        assert state.request is None, f"prefill of slot {slot}, where a request runs"
+        assert 1 <= len(tokens) <= limits.prefill_chunk, f"chunk of {len(tokens)} tokens"
+        assert start % limits.prefill_chunk == 0, f"chunk starts at {start}: not aligned"
+        if start == 0:
+            state = self._slots[slot] = _Slot()
+        assert start == len(state.prompt), f"chunk at {start} after {len(state.prompt)} tokens"
+        if state.next_token is not None:
+            assert tokens[0] == state.next_token, f"{tokens[0]} follows {state.next_token}"
+        self._check_pages(slot, page_ids, start + len(tokens))
+        state.page_ids, state.next_token = tuple(page_ids), next_token
+        state.prompt += tokens
+        for offset, token in enumerate(tokens):
+            self._write(state, start + offset, token)
+        self._dispatched("prefill")
+
+    def insert(self, slot: int, request: Request, draft_cap: int) -> None:
+        self._enter("insert", slot, request.request_id, draft_cap)
+        state = self._slots[slot]
+        assert state.request is None, f"insert into slot {slot}, where a request runs"
+        self._check_draft_cap(draft_cap)
+        assert len(request.end_ids) + len(request.stop_ids) <= self.limits.max_stop_ids
+        if len(request.prompt_ids) == 1:
+            state = self._slots[slot] = _Slot(next_token=request.prompt_ids[0])
+        prefilled = (*state.prompt, state.next_token)
+        assert prefilled == request.prompt_ids, (
+            f"insert into slot {slot}: prefilled {prefilled}, prompt {request.prompt_ids}"
+        )
+        state.request, state.running, state.draft_cap = request, True, draft_cap
+
+    def release(self, slot: int) -> None:
+        self._enter("release", slot)
+        assert self._slots[slot].request is not None, f"release of slot {slot}, which does not run"
+        self._slots[slot] = _Slot()
+
+    def set_draft_cap(self, slot: int, draft_cap: int) -> None:
+        self._enter("set_draft_cap", slot, draft_cap)
+        assert self._slots[slot].request is not None, f"draft cap of idle slot {slot}"
+        self._check_draft_cap(draft_cap)
+        self._slots[slot].draft_cap = draft_cap
+
+    def decode(self, page_tables: Sequence[Sequence[int]]) -> FakeDecodeHandle:
+        self._enter(
+            "decode", *(state.request and state.request.request_id for state in self._slots)
+        )
+        assert len(page_tables) == self.limits.slots, f"{len(page_tables)} page tables"
+        for slot, page_ids in enumerate(page_tables):
+            running = self._slots[slot].request is not None
+            assert running or not page_ids, f"slot {slot} does not run and has pages {page_ids}"
+            if running:
+                state = self._slots[slot]
+                tokens = [*state.prompt, state.next_token, *state.reply]
+                may_write = len(tokens) - 1 + self.limits.tokens_per_call + self.limits.draft_length
+                self._check_pages(slot, page_ids, min(may_write, self.limits.max_context))
+                state.page_ids = tuple(page_ids)
+                self._check_memory(slot, tokens[:-1])
+        results = [self._run_slot(state) for state in self._slots]
+        number = self._dispatched("decode")
+        ended = [
+            state
+            for state, result in zip(self._slots, results, strict=True)
+            if result.finish is not FinishReason.NONE
+        ]
+        return FakeDecodeHandle(lambda: self._fetch(number, results, ended))
+
+    def wait(self) -> None:
+        self._enter("wait")
+        self._pass_gate()
+        self._pending.clear()
+
+    def _fetch(
+        self, number: int, results: list[SlotRounds], ended: list[_Slot]
+    ) -> list[SlotRounds]:
+        self._enter("fetch")
+        self._pass_gate()
+        time.sleep(self._decode_delay_s)
+        self._pending = {i: kind for i, kind in self._pending.items() if i > number}
+        for state in ended:
+            state.request = None
+        return results
+
+    def _run_slot(self, state: _Slot) -> SlotRounds:
+        rounds = SlotRounds([], [], [], FinishReason.NONE)
+        tokens, drafted, accepted, finish = [], [], [], FinishReason.NONE
+        for _ in range(self.limits.rounds_per_call):
+            if not state.running:
+                emitted, verified, agreed = [], 0, 0
+            else:
+                emitted, verified, agreed, finish = self._run_round(state)
+            tokens.append(emitted)
+            drafted.append(verified)
+            accepted.append(agreed)
+        return dataclasses.replace(
+            rounds, tokens=tokens, drafted=drafted, accepted=accepted, finish=finish
+        )
+
+    def _run_round(self, state: _Slot) -> tuple[list[int], int, int, FinishReason]:
+        request, limits = state.request, self.limits
+        assert request is not None and state.next_token is not None
+        verified = state.drafts
+        agreed = min(self._accepts[state.rounds % len(self._accepts)], verified)
+        position = len(state.prompt) + len(state.reply)
+        previous = state.reply[-1] if state.reply else state.next_token
+        self._write(state, position, previous)
+        emitted: list[int] = []
+        finish = FinishReason.NONE
+        while finish is FinishReason.NONE and len(emitted) <= agreed:
+            previous = reply_token(
+                request, len(state.reply), previous, limits.vocab_size, self.replies
+            )
+            emitted.append(previous)
+            state.reply.append(previous)
+            finish = end_of(request, limits, state.reply)
+        for draft in range(verified):
+            kept = draft < min(agreed, len(emitted))
+            self._write(state, position + 1 + draft, emitted[draft] if kept else REJECTED)
+        state.rounds += 1
+        state.running = finish is FinishReason.NONE
+        budget = request.max_tokens - len(state.reply)
+        room = limits.max_context - len(request.prompt_ids) - len(state.reply)
+        state.drafts = max(0, min(state.draft_cap, min(budget, room) - 1))
+        return emitted, verified, min(agreed, len(emitted)), finish
+
+    def _enter(self, method: str, *facts: Any) -> None:
+        self._thread = self._thread or threading.get_ident()
+        assert self._thread == threading.get_ident(), f"{method} is called from another thread"
+        self.log.append((method, *facts))
+        if self._fail_on == (method, len(self.calls(method))):
+            raise RuntimeError(f"scripted failure of {method}")
+
+    def _dispatched(self, program: str) -> int:
+        self._dispatches += 1
+        self._pending[self._dispatches] = program
+        ahead = list(self._pending.values()).count(program)
+        assert ahead <= 2, f"{ahead} {program} programs dispatched ahead of what was waited for"
+        return self._dispatches
+
+    def _pass_gate(self) -> None:
+        if self._gate is not None:
+            assert self._gate.acquire(timeout=20), "the test never allowed this call"
+
+    def _check_draft_cap(self, draft_cap: int) -> None:
+        assert 0 <= draft_cap <= self.limits.draft_length, f"draft cap {draft_cap}"
+
+    def _check_pages(self, slot: int, page_ids: Sequence[int], positions: int) -> None:
+        limits = self.limits
+        assert len(set(page_ids)) == len(page_ids) <= limits.pages_per_slot, f"pages {page_ids}"
+        assert all(1 <= page_id < limits.pages for page_id in page_ids), f"pages {page_ids}"
+        covered = len(page_ids) * limits.page_size
+        assert covered >= positions, f"slot {slot}: pages cover {covered} of {positions} positions"
+        for other, state in enumerate(self._slots):
+            shared = set(page_ids) & set(state.page_ids)
+            assert other == slot or state.request is None or not shared, (
+                f"slots {slot} and {other} share pages {sorted(shared)}"
+            )
+
+    def _check_memory(self, slot: int, tokens: Sequence[int | None]) -> None:
+        size, page_ids = self.limits.page_size, self._slots[slot].page_ids
+        held = [self._memory.get((page_ids[i // size], i % size)) for i in range(len(tokens))]
+        assert held == list(tokens), f"slot {slot}: pages hold {held} in place of {tokens}"
+
+    def _write(self, state: _Slot, position: int, token: int) -> None:
+        size = self.limits.page_size
+        assert position < self.limits.max_context, f"write at {position}, beyond the context"
+        self._memory[state.page_ids[position // size], position % size] = token
+
+
+@dataclasses.dataclass
+class FakeDecodeHandle:
+    """A decode call whose results wait to be fetched, once and in order."""
+
+    take: Callable[[], list[SlotRounds]]
+    fetched: bool = False
+
+    def fetch(self) -> list[SlotRounds]:
+        assert not self.fetched, "a decode call is fetched twice"
+        self.fetched = True
+        return self.take()

@@ -1,0 +1,234 @@
+"""The loop turn by turn, without its thread: any interleaving keeps the executor's contract."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes import FakeExecutor, expected_reply, small_limits
+from service.engine.errors import EngineUnavailableError, QueueFullError, RequestTooLargeError
+from service.engine.loop import EngineLoop, EngineState
+from service.engine.scheduler import Delivery, Scheduler
+from service.engine.types import FinishReason, Limits, Request
+
+
+class Replies:
+    """What was delivered, by ticket."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.calls = 0
+
+    def __call__(self, deliveries: Sequence[Delivery]) -> None:
+        self.calls += 1
+        for ticket, chunk in ((d.ticket, d.chunk) for d in deliveries):
+            assert ticket not in self.finish, "tokens after the end"
+            self.tokens.setdefault(ticket, []).extend(chunk.token_ids)
+            if chunk.finish is not FinishReason.NONE:
+                self.finish[ticket] = chunk.finish
+
+
+def make(executor: FakeExecutor, replies: Replies, waiting: int = 100) -> EngineLoop:
+    scheduler = Scheduler(executor.limits, max_waiting_requests=waiting, max_waiting_tokens=1000)
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    loop = EngineLoop(executor, scheduler, deliver=replies, fail=fail, retry_after_s=2.5)
+    loop.open()
+    return loop
+
+
+def run_until_idle(loop: EngineLoop) -> None:
+    for _ in range(2000):
+        if not loop.has_work:
+            return
+        loop.step()
+    raise AssertionError("the loop never comes to rest")
+
+
+def test_the_next_call_is_dispatched_before_the_previous_one_is_fetched():
+    executor = FakeExecutor()
+    loop = make(executor, Replies())
+    loop.submit(Request("a", (1, 2, 3), 9))
+    run_until_idle(loop)
+    order = [entry[0] for entry in executor.log]
+    assert order[:6] == ["prefill", "insert", "decode", "decode", "fetch", "decode"]
+    assert order.count("decode") == order.count("fetch")
+
+
+def test_a_prompt_without_company_is_prefilled_one_chunk_at_a_time():
+    executor = FakeExecutor()
+    loop = make(executor, Replies())
+    loop.submit(Request("a", tuple(range(30)), 1))
+    loop.step()
+    assert [entry[0] for entry in executor.log] == ["prefill", "wait"]
+    run_until_idle(loop)
+    assert [entry[2:] for entry in executor.calls("prefill")] == [(0, 8), (8, 8), (16, 8), (24, 5)]
+
+
+def test_at_most_one_chunk_between_decode_calls():
+    executor = FakeExecutor()
+    loop = make(executor, Replies())
+    loop.submit(Request("running", (1,), 60))
+    loop.step()
+    loop.submit(Request("long", tuple(range(50)), 4))
+    loop.submit(Request("short", (7, 8), 4))
+    run_until_idle(loop)
+    order = [entry[0] for entry in executor.log if entry[0] in ("prefill", "decode")]
+    assert ("prefill", "prefill") not in list(itertools.pairwise(order))
+    inserts = [entry[2] for entry in executor.calls("insert")]
+    assert inserts == ["running", "short", "long"]
+
+
+def test_a_huge_prompt_neither_delays_a_flow_of_short_ones_nor_starves_in_it():
+    limits = small_limits(max_context=512, pages=1 + 4 * 128)
+    executor, replies = FakeExecutor(limits, accepts=(0,)), Replies()
+    loop = make(executor, replies)
+    running = loop.submit(Request("running", (1,), 500))
+    huge = loop.submit(Request("huge", tuple(range(400)), 1))  # 50 chunks
+    submitted: dict[int, int] = {}  # short request: turn
+    for turn in range(3 * 50 + 2):
+        if loop.load().running + loop.load().prefilling < limits.slots:
+            submitted[loop.submit(Request(f"short{turn}", (5, 6), 1))] = turn
+        before = len(replies.tokens.get(running, ()))
+        loop.step()
+        assert turn == 0 or len(replies.tokens[running]) > before, "a turn without a token"
+        for ticket in submitted.keys() & replies.tokens.keys():
+            # A turn for each other slot's chunk, its own, one to fetch what the call emitted.
+            assert turn - submitted.pop(ticket) <= limits.slots + 1
+    assert len(executor.calls("insert")) > 50
+    assert huge in replies.finish
+
+
+def test_a_call_in_flight_gives_nothing_to_the_next_occupant_of_a_slot():
+    executor = FakeExecutor(small_limits(slots=1))
+    replies = Replies()
+    loop = make(executor, replies)
+    same = Request("same", (1,), 20)
+    first = loop.submit(same)
+    loop.step()  # call 1 in flight
+    loop.step()  # call 2 in flight, call 1 delivered
+    loop.abort(first)
+    second = loop.submit(same)
+    loop.step()  # released, inserted again, call 3 in flight; call 2 belongs to nobody
+    assert second not in replies.tokens
+    run_until_idle(loop)
+    assert tuple(replies.tokens[second]) == expected_reply(same, executor.limits)[0]
+    assert first not in replies.finish
+
+
+def test_an_abort_between_dispatch_and_fetch_frees_the_slot_for_the_next_call():
+    executor = FakeExecutor(small_limits(slots=1))
+    replies = Replies()
+    loop = make(executor, replies)
+    ticket = loop.submit(Request("a", (1,), 20))
+    loop.step()
+    loop.abort(ticket)
+    loop.step()
+    assert executor.calls("release") == [("release", 0)]
+    assert loop.load().running == 0
+    run_until_idle(loop)
+    assert replies.tokens == {}
+
+
+def test_one_delivery_per_decode_call():
+    executor = FakeExecutor()
+    replies = Replies()
+    loop = make(executor, replies)
+    for name in "abcd":
+        loop.submit(Request(name, (1,), 12))
+    run_until_idle(loop)
+    assert len(replies.finish) == 4
+    assert replies.calls == len(executor.calls("decode")) - 1  # the last call was empty
+
+
+def test_refusals_carry_their_facts():
+    loop = make(FakeExecutor(small_limits(slots=1)), Replies(), waiting=1)
+    loop.submit(Request("a", (1,), 1))
+    with pytest.raises(QueueFullError) as full:
+        loop.submit(Request("b", (1,), 1))
+    facts = full.value
+    assert (facts.kind, facts.limit, facts.actual, facts.retry_after_s) == ("requests", 1, 2, 2.5)
+    with pytest.raises(RequestTooLargeError, match=r"prompt_ids is 64, and .* at most 63") as large:
+        loop.submit(Request("c", (1,) * 64, 1))
+    assert (large.value.field, large.value.value, large.value.limit) == ("prompt_ids", 64, 63)
+    loop.refuse_new()
+    with pytest.raises(EngineUnavailableError, match="stopping"):
+        loop.submit(Request("d", (1,), 1))
+    with pytest.raises(EngineUnavailableError, match="stopping"):
+        loop.start()
+
+
+def test_a_stopped_loop_waits_for_the_device_and_ends():
+    executor = FakeExecutor()
+    loop = make(executor, Replies())
+    ticket = loop.submit(Request("a", (1,), 50))
+    loop.step()
+    loop.abort(ticket)
+    loop.stop()
+    assert not loop.step()
+    assert [entry[0] for entry in executor.log[-2:]] == ["release", "wait"]
+    assert loop.state is EngineState.STOPPED
+    assert loop.load().running == 0
+
+
+STEP = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.just("step"), st.integers(1, 4), st.just(0)),
+    st.tuples(st.just("abort"), st.integers(0, 12), st.just(0)),
+    st.tuples(st.just("cap"), st.integers(0, 3), st.just(0)),
+)
+
+
+@given(
+    steps=st.lists(STEP, max_size=40),
+    slots=st.integers(1, 4),
+    draft_length=st.integers(0, 3),
+    rounds=st.integers(1, 3),
+    accepts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+)
+@settings(max_examples=100)
+def test_any_interleaving_gives_each_request_its_own_tokens(
+    steps: list[tuple[str, int, int]],
+    slots: int,
+    draft_length: int,
+    rounds: int,
+    accepts: list[int],
+):
+    limits: Limits = small_limits(
+        slots=slots, draft_length=draft_length, rounds_per_call=rounds, pages=1 + 20
+    )
+    executor, replies = FakeExecutor(limits, accepts=accepts), Replies()
+    loop = make(executor, replies)
+    requests: dict[int, Request] = {}
+    aborted: set[int] = set()
+    for index, (kind, first, second) in enumerate(steps):
+        if kind == "submit":
+            prompt = tuple((100 * index + i) % limits.vocab_size for i in range(first))
+            stop_ids = ((prompt[-1] + 7) % limits.vocab_size,) if index % 3 == 0 else ()
+            asked = Request(f"r{index}", prompt, second, stop_ids=stop_ids)
+            requests[loop.submit(asked)] = asked
+        elif kind == "abort":
+            for ticket in {first} & requests.keys():
+                loop.abort(ticket)
+                aborted.add(ticket)
+        elif kind == "cap":
+            loop.set_draft_cap_default(min(first, draft_length))
+        else:
+            for _ in range(first):
+                if loop.has_work:
+                    loop.step()
+                loop.check_integrity()
+    run_until_idle(loop)
+    for ticket, asked in requests.items():
+        reply, finish = expected_reply(asked, limits)
+        got = tuple(replies.tokens.get(ticket, ()))
+        if ticket in aborted:
+            assert reply[: len(got)] == got
+        else:
+            assert (got, replies.finish[ticket]) == (reply, finish)
+    assert loop.load().pages_used == 0
