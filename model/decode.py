@@ -101,9 +101,7 @@ class DecodeState:
     settings: SlotSettings
 
 
-def init_state(
-    config: ModelConfig, shape: DecodeShape, dtype: jax.typing.DTypeLike
-) -> DecodeState:
+def init_state(config: ModelConfig, shape: DecodeShape, dtype: jax.typing.DTypeLike) -> DecodeState:
     """Empty caches, no slot running. `dtype` is that of keys and values."""
     slots = shape.slots
 
@@ -263,7 +261,9 @@ def _emit(
     A stop id ends the slot where it stands, even if budget or context end at the same token.
     """
     is_stop_BTX = chosen_BT[:, :, None] == state.settings.logits.stop_ids_BX[:, None, :]
-    reason_BT = jnp.max(jnp.where(is_stop_BTX, state.settings.stop_reasons_BX[:, None, :], 0), axis=2)
+    reason_BT = jnp.max(
+        jnp.where(is_stop_BTX, state.settings.stop_reasons_BX[:, None, :], 0), axis=2
+    )
     stops_BT = reason_BT > 0
     until_stop_B = jnp.where(
         jnp.any(stops_BT, axis=1), jnp.argmax(stops_BT, axis=1) + 1, chosen_BT.shape[1] + 1
@@ -295,8 +295,12 @@ def _pack(
     """One int32 row per slot: one device-to-host copy takes it all. See `decode_rounds`."""
     emitted_B = jnp.sum(emitted_BT, axis=1)
     drafted_B = jnp.where(emitted_B > 0, draft_count_B, 0)
-    counts_B4 = jnp.stack([emitted_B, drafted_B, jnp.minimum(accepted_B, emitted_B), finish_B], axis=1)
-    return jnp.concatenate([jnp.where(emitted_BT, chosen_BT, -1), counts_B4], axis=1).astype(jnp.int32)
+    counts_B4 = jnp.stack(
+        [emitted_B, drafted_B, jnp.minimum(accepted_B, emitted_B), finish_B], axis=1
+    )
+    return jnp.concatenate([jnp.where(emitted_BT, chosen_BT, -1), counts_B4], axis=1).astype(
+        jnp.int32
+    )
 
 
 def _draft(
@@ -309,7 +313,8 @@ def _draft(
     shape: DecodeShape,
 ) -> DecodeState:
     """Proposes up to U tokens after the newest one. `state` is already past this round's commit."""
-    mtp, config = model.mtp, model.config
+    mtp, mtp_cache, config = model.mtp, state.mtp_cache, model.config
+    assert mtp is not None and mtp_cache is not None, "draft_length needs an MTP head"
     room_B = shape.max_context - 1 - state.position_B
     count_B = jnp.minimum(state.settings.draft_cap_B, jnp.minimum(state.budget_B, room_B) - 1)
     count_B = jnp.where(state.running_B, jnp.maximum(count_B, 0), 0)
@@ -318,11 +323,9 @@ def _draft(
     emitted_B = jnp.sum(emitted_BT, axis=1)
     first_B = state.position_B - emitted_B
     row_positions_BT = first_B[:, None] + jnp.arange(chosen_BT.shape[1])
-    where = place(
-        row_positions_BT, emitted_BT & state.running_B[:, None], page_table_BM, config
-    )
+    where = place(row_positions_BT, emitted_BT & state.running_B[:, None], page_table_BM, config)
     u_BTD = mtp.combine(model.embed_tokens(chosen_BT), hidden_BTD)
-    cache = mtp.write(u_BTD, where, state.mtp_cache)
+    cache = mtp.write(u_BTD, where, mtp_cache)
     newest_B11 = jnp.maximum(emitted_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BTD, newest_B11, axis=1)
 
@@ -335,9 +338,7 @@ def _draft(
         # The first row is in the cache already; writing it again keeps the steps alike.
         cache = mtp.write(u_B1D, where, cache)
         hidden_B1D = mtp.attend(u_B1D, where, cache, wanted_B1)
-        token_B1 = _choose(
-            model, state, hidden_B1D, positions_B1 + 2, drafts_BU[:, None], shape
-        )
+        token_B1 = _choose(model, state, hidden_B1D, positions_B1 + 2, drafts_BU[:, None], shape)
         drafts_BU = jax.lax.dynamic_update_slice(drafts_BU, token_B1, (0, index))
         return (token_B1, hidden_B1D, drafts_BU, cache), None
 

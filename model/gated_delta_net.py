@@ -128,7 +128,9 @@ class GatedDeltaNet(nnx.Module):
             _l2_normalise(array.reshape(batch, tokens, -1, self.key_head_dim)) for array in (q, k)
         )
         v_BTWR = v.reshape(batch, tokens, -1, self.value_head_dim)
-        a_BTW, b_BTW = (proj(x_BTD).astype(jnp.float32) for proj in (self.in_proj_a, self.in_proj_b))
+        a_BTW, b_BTW = (
+            proj(x_BTD).astype(jnp.float32) for proj in (self.in_proj_a, self.in_proj_b)
+        )
         rate_W = jnp.exp(self.A_log[...].astype(jnp.float32))
         gate_BTW = -rate_W * jax.nn.softplus(a_BTW + self.dt_bias[...].astype(jnp.float32))
         return q_BTJP * self.key_head_dim**-0.5, k_BTJP, v_BTWR, gate_BTW, jax.nn.sigmoid(b_BTW)

@@ -69,7 +69,9 @@ class GatedRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((features,), jnp.float32))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "... R"], gate: Float[Array, "... R"]) -> Float[Array, "... R"]:
+    def __call__(
+        self, x: Float[Array, "... R"], gate: Float[Array, "... R"]
+    ) -> Float[Array, "... R"]:
         x_f32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True) + self.eps)
         gated = x_f32 * scale * self.weight[...].astype(jnp.float32)
@@ -94,12 +96,16 @@ def rotary_embedding(
       Two float32 arrays [B, T, Q].
     """
     half = config.rotary_dim // 2
-    frequency_Q = 1.0 / config.rope_theta ** (np.arange(half, dtype=np.float32) * 2 / config.rotary_dim)
+    frequency_Q = 1.0 / config.rope_theta ** (
+        np.arange(half, dtype=np.float32) * 2 / config.rotary_dim
+    )
     axis_Q = np.zeros(half, np.int32)
     for axis in (1, 2):
         axis_Q[axis : 3 * config.mrope_section[axis] : 3] = axis
     angles_3BTQ = positions_3BT[..., None].astype(jnp.float32) * frequency_Q
-    angles_BTQ = jnp.where(axis_Q == 0, angles_3BTQ[0], jnp.where(axis_Q == 1, angles_3BTQ[1], angles_3BTQ[2]))
+    angles_BTQ = jnp.where(
+        axis_Q == 0, angles_3BTQ[0], jnp.where(axis_Q == 1, angles_3BTQ[1], angles_3BTQ[2])
+    )
     return jnp.cos(angles_BTQ), jnp.sin(angles_BTQ)
 
 

@@ -125,10 +125,14 @@ def adjust(
 
     def barred(logits_BTV: jax.Array) -> jax.Array:
         early_BT1 = (budget_BT > settings.stop_budget_B[:, None])[..., None]
-        ids_BTX = jnp.where(early_BT1 & (settings.stop_ids_BX >= 0)[:, None], settings.stop_ids_BX[:, None], vocab)
+        ids_BTX = jnp.where(
+            early_BT1 & (settings.stop_ids_BX >= 0)[:, None], settings.stop_ids_BX[:, None], vocab
+        )
         return logits_BTV.at[slots_B11, rows_1T1, ids_BTX].set(-jnp.inf, mode="drop")
 
-    penalties = (settings.repetition_B != 1) | (settings.frequency_B != 0) | (settings.presence_B != 0)
+    penalties = (
+        (settings.repetition_B != 1) | (settings.frequency_B != 0) | (settings.presence_B != 0)
+    )
     for wanted, change in (
         (jnp.any(settings.bias_ids_BX >= 0), biased),
         (jnp.any(penalties), penalised),

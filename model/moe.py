@@ -18,10 +18,14 @@ RoutedExperts = Callable[..., jax.Array]
 
 
 class Experts(nnx.Module):
-    """Weights of the routed experts: `gate_up_proj` [E, 2F, D] (gate rows first), `down_proj` [E, D, F]."""
+    """Routed experts' weights: `gate_up_proj` [E, 2F, D], gate rows first; `down_proj` [E, D, F]."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        experts, width, hidden = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        experts, width, hidden = (
+            config.num_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
         std = config.initializer_range
         up, down = (experts, 2 * hidden, width), (experts, width, hidden)
         self.gate_up_proj = nnx.Param(std * jax.random.normal(rngs.params(), up, jnp.float32))

@@ -59,7 +59,7 @@ class MTPHead(nnx.Module):
     def attend(
         self, u_BTD: Hidden, where: Placement, cache: AttentionCache, valid_BT: MaskBT
     ) -> Hidden:
-        """h' of rows whose keys and values are in the cache."""
+        """Computes h' of rows whose keys and values are in the cache."""
         layer = self.layers[0]
         x_BTD = u_BTD + self._attention.attend(layer.input_layernorm(u_BTD), where, cache)
         return self.norm(layer.feed_forward(x_BTD, valid_BT))

@@ -12,8 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from model.cache import DeltaNetCache, LayerCache, Placement, place
-from model.config import FULL_ATTENTION
+from model.cache import AttentionCache, DeltaNetCache, LayerCache, Placement, place
 from model.decode import DecodeState
 from model.decoder_layer import DecoderLayer
 from model.mtp import shift
@@ -52,12 +51,12 @@ def prefill_chunk(
     for layer, cache in zip(model.layers, state.caches, strict=True):
         x_BTD, cache = _layer(layer, x_BTD, where, cache, slot, start == 0)
         caches.append(cache)
-    mtp_cache = state.mtp_cache
-    if mtp_cache is not None:
+    mtp, mtp_cache = model.mtp, state.mtp_cache
+    if mtp is not None and mtp_cache is not None:
         next_BT = shift(tokens_T[None], next_token[None])
         next_BT = jnp.where(offsets_1T == count - 1, next_token, next_BT)
-        u_BTD = model.mtp.combine(model.embed_tokens(next_BT), model.norm(x_BTD))
-        mtp_cache = model.mtp.write(u_BTD, where, mtp_cache)
+        u_BTD = mtp.combine(model.embed_tokens(next_BT), model.norm(x_BTD))
+        mtp_cache = mtp.write(u_BTD, where, mtp_cache)
     pending_B = state.pending_B.at[slot].set(0)
     counts = state.counts.clear_prompt(slot, start == 0)
     return dataclasses.replace(
@@ -78,7 +77,7 @@ def _layer(
     fresh: jax.Array,
 ) -> tuple[jax.Array, LayerCache]:
     normed_BTD = layer.input_layernorm(x_BTD)
-    if layer.kind == FULL_ATTENTION:
+    if isinstance(cache, AttentionCache):
         mixed_BTD, cache = layer.self_attn.cached(normed_BTD, where, cache)
     else:
         taps = layer.linear_attn.conv1d.weight.shape[2] - 1

@@ -1,9 +1,10 @@
 """The choice of a token: a function of (logits, settings, seed, absolute position) and nothing else.
 
 Sampling is Gumbel-max (Gumbel 1954; Maddison et al., arXiv 1411.0030): argmax of logits / temperature
-+ noise over the tokens that min-p, top-k and top-p keep, in that order. The noise belongs to (seed, position, token id), not
-to a call, a round or a slot. Verification therefore chooses the very token that would have been chosen
-without drafts, and a draft made with the same noise agrees with it more often than a greedy one.
++ noise over the tokens that min-p, top-k and top-p keep, in that order. The noise belongs to (seed,
+position, token id), not to a call, a round or a slot. Verification therefore chooses the very token
+that would have been chosen without drafts, and a draft made with the same noise agrees with it more
+often than a greedy one.
 """
 
 from __future__ import annotations
@@ -74,9 +75,7 @@ def gumbel_noise(seeds_Z: jax.Array, positions_Z: jax.Array, ids_ZK: jax.Array) 
     return -jnp.log(-jnp.log(uniform_ZK))
 
 
-def _sample(
-    logits_ZV: jax.Array, settings: SamplingSettings, positions_Z: jax.Array
-) -> jax.Array:
+def _sample(logits_ZV: jax.Array, settings: SamplingSettings, positions_Z: jax.Array) -> jax.Array:
     """Gumbel-max per row, from as few candidates as the row's own filters allow.
 
     Which candidates a row needs follows from its own logits and settings, so its token does not
@@ -138,7 +137,7 @@ def _keep(
 
 
 def _first_argmax(x_ZV: jax.Array) -> jax.Array:
-    """argmax over the last axis, lowest index on ties, int32.
+    """Argmax over the last axis, lowest index on ties, int32.
 
     Two plain reductions: XLA:CPU does not vectorise the paired one that `jnp.argmax` becomes.
     """

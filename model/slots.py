@@ -8,6 +8,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from model.cache import DeltaNetCache
 from model.decode import DecodeState, SlotSettings
 
 
@@ -42,7 +43,7 @@ def insert(state: DecodeState, slot: jax.Array, new: Insertion) -> DecodeState:
             state_BWPR=cleared(cache.state_BWPR),
             conv_window_BYC=cleared(cache.conv_window_BYC),
         )
-        if hasattr(cache, "state_BWPR")
+        if isinstance(cache, DeltaNetCache)
         else cache
         for cache in state.caches
     )

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from model.array_types import Hidden, PerSlotInt, TokensBT
-from model.cache import LayerCache, Placement
-from model.config import FULL_ATTENTION, ModelConfig
+from model.cache import AttentionCache, LayerCache, Placement
+from model.config import ModelConfig
 from model.decoder_layer import DecoderLayer
 from model.layers import Embedding, Linear, RMSNorm, linear, rotary_embedding
 from model.moe import RoutedExperts
@@ -25,7 +25,9 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width, std = config.hidden_size, config.initializer_range
         self.embed_tokens = Embedding(config.vocab_size, width, std=std, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, kind, rngs=rngs) for kind in config.layer_types])
+        self.layers = nnx.List(
+            [DecoderLayer(config, kind, rngs=rngs) for kind in config.layer_types]
+        )
         self.norm = RMSNorm(width, config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, config.vocab_size, std=std, rngs=rngs)
@@ -59,7 +61,12 @@ class Transformer(nnx.Module):
 
         Returns:
           Hidden states whose `logits` predict the token after `next_tokens_BT`.
+
+        Raises:
+          ValueError: the model has no MTP head.
         """
+        if self.mtp is None:
+            raise ValueError("the checkpoint has no MTP head")
         u_BTD = self.mtp.combine(self.embed_tokens(next_tokens_BT), hidden_BTD)
         return self.mtp(u_BTD, self._rotary(next_tokens_BT), routed_experts)
 
@@ -84,7 +91,7 @@ class Transformer(nnx.Module):
         new_caches: list[LayerCache] = []
         for layer, cache in zip(self.layers, caches, strict=True):
             normed_BTD = layer.input_layernorm(x_BTD)
-            if layer.kind == FULL_ATTENTION:
+            if isinstance(cache, AttentionCache):
                 mixed_BTD, cache = layer.self_attn.cached(normed_BTD, where, cache)
             else:
                 mixed_BTD, cache = layer.linear_attn.decode(normed_BTD, cache, pending_B)

@@ -3,6 +3,7 @@
 The only file of the service that imports JAX. All methods run on the engine thread; programs run on
 the device in the order of the calls, so nothing here waits but `_Call.fetch`.
 """
+# pyright: basic
 
 from __future__ import annotations
 
@@ -93,7 +94,10 @@ class JaxExecutor:
 
     def compile_counts(self) -> dict[str, int]:
         """How often each program was compiled so far; constant after `warm_up`."""
-        return {name: program._cache_size() for name, program in self._programs.items()}
+        counts = {}
+        for name, program in self._programs.items():
+            counts[name] = program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        return counts
 
     def prefill(
         self,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from service.engine.types import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -73,20 +73,19 @@ def test_masked_tokens_do_nothing():
 def test_replay_commits_exactly_what_was_accepted(accepted):
     """Bitwise: running ahead, then committing n tokens == feeding n tokens one at a time."""
     q, k, v, gate, beta, state = inputs(8)
-    take = lambda start, stop: tuple(a[:, start:stop] for a in (q, k, v, gate, beta))
+
+    def take(start, stop):
+        return tuple(a[:, start:stop] for a in (q, k, v, gate, beta))
+
     replay = jax.jit(gated_delta_rule.replay)
     first = take(0, 4)
     mask = (jnp.arange(4) < jnp.asarray(accepted)[:, None])[..., None]
-    past = tuple(
-        jnp.where(mask[..., None] if a.ndim == 4 else mask, a, 0) for a in first[1:]
-    )
+    past = tuple(jnp.where(mask[..., None] if a.ndim == 4 else mask, a, 0) for a in first[1:])
     out, committed = replay(past, take(4, 8), state)
 
     def one(state, token, slot):
         """Commits a single token by the same program: replayed as the first of four."""
-        past = tuple(
-            jnp.zeros_like(a[:, :4]).at[:, 0].set(a[:, token]) for a in (k, v, gate, beta)
-        )
+        past = tuple(jnp.zeros_like(a[:, :4]).at[:, 0].set(a[:, token]) for a in (k, v, gate, beta))
         return replay(past, take(4, 8), state)
 
     for slot, count in enumerate(accepted):

@@ -60,9 +60,7 @@ def chunked(
     decay = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
     overlap = jnp.einsum("nbwtp,nbwsp->nbwts", k * beta[..., None], k) * decay
     system = jnp.where(jnp.tril(earlier, -1), overlap, 0.0) + jnp.eye(CHUNK)
-    right = jnp.concatenate(
-        [v * beta[..., None], k * (beta * jnp.exp(total))[..., None]], axis=-1
-    )
+    right = jnp.concatenate([v * beta[..., None], k * (beta * jnp.exp(total))[..., None]], axis=-1)
     inverse = _unit_lower_inverse(system.reshape(-1, CHUNK, CHUNK)).reshape(system.shape)
     solved = inverse @ right
     d_values, d_state = jnp.split(solved, [v.shape[-1]], axis=-1)
@@ -80,12 +78,16 @@ def chunked(
 
     chunks = (q, k, d_values, d_state, scores, jnp.exp(total), to_end)
     state_BWPR, out = jax.lax.scan(body, state_BWPR, chunks)
-    out_BTWR = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(q.shape[1], tokens + pad, *v_BTWR.shape[2:])
+    out_BTWR = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(
+        q.shape[1], tokens + pad, *v_BTWR.shape[2:]
+    )
     return out_BTWR[:, :tokens], state_BWPR
 
 
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
-    """Inverse of unit lower triangular matrices [batch, n, n], n a power of two, by halves:
+    """Inverse of unit lower triangular matrices [batch, n, n], n a power of two.
+
+    By halves:
 
         [A 0; C B]^-1 = [A^-1 0; -B^-1 C A^-1, B^-1]
 

@@ -78,10 +78,11 @@ def replay(
     """
     q_BTJP, *new_without_q = new
     phases = tuple(
-        jnp.stack([before, now]) for before, now in zip((q_BTJP, *past), (q_BTJP, *new_without_q), strict=True)
+        jnp.stack([before, now])
+        for before, now in zip((q_BTJP, *past), (q_BTJP, *new_without_q), strict=True)
     )
 
-    def phase(state_BWPR: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple]:
+    def phase(state_BWPR: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple]:
         out_BTWR, state_BWPR = sequential(*inputs, state_BWPR)
         return state_BWPR, (out_BTWR, state_BWPR)
 

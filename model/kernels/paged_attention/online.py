@@ -53,7 +53,9 @@ def paged_attention(
         scores_BKYS = jnp.where(seen_BYS[:, None], scores_BKYS * head_dim**-0.5, _MASKED)
         new_top_BKY = jnp.maximum(top_BKY, jnp.max(scores_BKYS, axis=-1))
         shrink_BKY = jnp.exp(top_BKY - new_top_BKY)
-        parts_BKYS = jnp.where(seen_BYS[:, None], jnp.exp(scores_BKYS - new_top_BKY[..., None]), 0.0)
+        parts_BKYS = jnp.where(
+            seen_BYS[:, None], jnp.exp(scores_BKYS - new_top_BKY[..., None]), 0.0
+        )
         part_BKYH = jnp.einsum(
             "BKYS,BSKH->BKYH",
             parts_BKYS.astype(v_BSKH.dtype),

@@ -43,7 +43,9 @@ def routed_experts(
         expert = jnp.sum(ends_E <= index)
         start = starts_E[expert] + block * (index - (ends_E[expert] - blocks_E[expert]))
         x = jax.lax.dynamic_slice_in_dim(x_sorted, start, block)
-        projected = linear(x, jax.lax.dynamic_index_in_dim(gate_up_proj_EFD, expert, keepdims=False))
+        projected = linear(
+            x, jax.lax.dynamic_index_in_dim(gate_up_proj_EFD, expert, keepdims=False)
+        )
         gate, up = jnp.split(projected, 2, axis=-1)
         down = jax.lax.dynamic_index_in_dim(down_proj_EDF, expert, keepdims=False)
         rows = linear(jax.nn.silu(gate) * up, down).astype(jnp.float32)

@@ -1,0 +1,62 @@
+# One command sets up (any target does), one checks: `make check`.
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+VENV ?= .venv
+# What `make test` and `make check` install; add `parity` to compare with transformers live.
+EXTRAS ?= dev
+PROMPT ?= def fibonacci(n):
+
+BIN := $(VENV)/bin
+comma := ,
+DEV_STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
+
+.PHONY: demo serve test check format format-check lint types protos goldens train clean
+
+demo: $(VENV)/installed ## start a server on the embedded checkpoint, ask it, print tokens and figures
+	$(BIN)/python tools/client.py --serve --max-tokens 128 $(ARGS) "$(PROMPT)"
+
+serve: $(VENV)/installed ## serve the embedded checkpoint until interrupted
+	$(BIN)/python -m service $(ARGS)
+
+test: $(DEV_STAMP) ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: format-check lint types test ## what CI runs
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+format-check: $(DEV_STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/buf lint proto
+
+types: $(DEV_STAMP)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+protos: $(DEV_STAMP) ## regenerate service/pb from proto/
+	$(BIN)/python tools/gen_protos.py
+
+goldens: $(VENV)/installed-dev-parity ## record the reference values again, with transformers
+	$(BIN)/python tools/make_goldens.py
+
+train: $(VENV)/installed-train ## train the embedded checkpoint again
+	$(BIN)/python tools/train_demo.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+# installed-dev-parity: the package with the extras dev and parity.
+$(VENV)/installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[$(subst -,$(comma),$*)]"
+	@touch $@ $(VENV)/installed
