@@ -8,7 +8,7 @@ the device in the order of the calls, so nothing here waits but `_Call.fetch`.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import logging
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +28,8 @@ from model.transformer import Transformer
 from service.engine.types import DecodeHandle, FinishReason, Limits, Request, SlotRounds
 
 MAX_STOP_IDS = 16
+
+_log = logging.getLogger(__name__)
 
 
 class JaxExecutor:
@@ -67,7 +69,7 @@ class JaxExecutor:
         self._page_table = np.zeros((shape.slots, self.limits.pages_per_slot), np.int32)
         self._page_table_on_device = jnp.asarray(self._page_table)
 
-    @functools.cached_property
+    @property
     def limits(self) -> Limits:
         """The fixed shapes of the programs."""
         shape = self._shape
@@ -119,9 +121,9 @@ class JaxExecutor:
     def insert(self, slot: int, request: Request, draft_cap: int) -> None:
         """See `types.Executor.insert`."""
         insertion = slots_lib.Insertion(
-            last_token=np.int32(request.prompt_ids[-1]),
-            position=np.int32(len(request.prompt_ids) - 1),
-            budget=np.int32(request.max_tokens),
+            last_token=_scalar(request.prompt_ids[-1], np.int32),
+            position=_scalar(len(request.prompt_ids) - 1, np.int32),
+            budget=_scalar(request.max_tokens, np.int32),
             settings=_settings(request, draft_cap, self._shape),
         )
         self._run("insert", np.int32(slot), insertion)
@@ -168,37 +170,42 @@ class JaxExecutor:
 
 def _settings(request: Request, draft_cap: int, shape: DecodeShape) -> SlotSettings:
     """A request's settings as the device holds them for one slot."""
-    ids = np.full(shape.max_stop_ids, -1, np.int32)
-    reasons = np.zeros(shape.max_stop_ids, np.int32)
     watched = [(token, FinishReason.END_OF_SEQUENCE) for token in request.end_ids]
     watched += [(token, FinishReason.STOP) for token in request.stop_ids]
-    for index, (token, reason) in enumerate(watched):
-        ids[index], reasons[index] = token, int(reason)
-    sampling = request.sampling
-    bias_ids = np.full(MAX_LOGIT_BIAS, -1, np.int32)
-    bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
-    for index, (token, value) in enumerate(sampling.logit_bias):
-        bias_ids[index], bias[index] = token, value
+    sampling, bias = request.sampling, request.sampling.logit_bias
     return SlotSettings(
         sampling=SamplingSettings(
-            temperature=np.float32(sampling.temperature),
-            top_k=np.int32(sampling.top_k),
-            top_p=np.float32(sampling.top_p),
-            min_p=np.float32(sampling.min_p),
-            seed=np.uint32(sampling.seed),
+            temperature=_scalar(sampling.temperature, np.float32),
+            top_k=_scalar(sampling.top_k, np.int32),
+            top_p=_scalar(sampling.top_p, np.float32),
+            min_p=_scalar(sampling.min_p, np.float32),
+            seed=_scalar(sampling.seed, np.uint32),
         ),
         logits=LogitSettings(
-            bias_ids_BX=bias_ids,
-            bias_BX=bias,
-            repetition_B=np.float32(sampling.repetition_penalty),
-            frequency_B=np.float32(sampling.frequency_penalty),
-            presence_B=np.float32(sampling.presence_penalty),
-            stop_ids_BX=ids,
-            stop_budget_B=np.int32(request.max_tokens - request.min_tokens),
+            bias_ids_BX=_padded([token for token, _ in bias], MAX_LOGIT_BIAS, -1, np.int32),
+            bias_BX=_padded([value for _, value in bias], MAX_LOGIT_BIAS, 0, np.float32),
+            repetition_B=_scalar(sampling.repetition_penalty, np.float32),
+            frequency_B=_scalar(sampling.frequency_penalty, np.float32),
+            presence_B=_scalar(sampling.presence_penalty, np.float32),
+            stop_ids_BX=_padded([token for token, _ in watched], shape.max_stop_ids, -1, np.int32),
+            stop_budget_B=_scalar(request.max_tokens - request.min_tokens, np.int32),
         ),
-        stop_reasons_BX=reasons,
-        draft_cap_B=np.int32(draft_cap),
+        stop_reasons_BX=_padded(
+            [int(reason) for _, reason in watched], shape.max_stop_ids, 0, np.int32
+        ),
+        draft_cap_B=_scalar(draft_cap, np.int32),
     )
+
+
+def _scalar(value: float, dtype: Any) -> Any:
+    """A host scalar: `jit` takes it as it is, without a transfer of its own."""
+    return np.asarray(value, dtype)
+
+
+def _padded(values: Sequence[float], length: int, filler: int, dtype: Any) -> Any:
+    row = np.full(length, filler, dtype)
+    row[: len(values)] = values
+    return row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +258,8 @@ def load_executor(
       model.config.ConfigError: naming the fields that cannot be served.
     """
     loaded = checkpoint_lib.load(checkpoint, jnp.dtype(dtype))
+    for notice in loaded.notices:
+        _log.warning("%s", notice)
     config = loaded.model.config
     context = min(max_context or config.max_position_embeddings, config.max_position_embeddings)
     shape = DecodeShape(

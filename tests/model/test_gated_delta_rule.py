@@ -93,5 +93,6 @@ def test_replay_commits_exactly_what_was_accepted(accepted):
         for token in range(count):
             _, expected = one(expected, token, slot)
         np.testing.assert_array_equal(committed[slot], expected[slot])
-    want, _ = gated_delta_rule.sequential(*take(4, 8), committed)
+    new_q, new_k, new_v, new_gate, new_beta = take(4, 8)
+    want, _ = gated_delta_rule.sequential(new_q, new_k, new_v, new_gate, new_beta, committed)
     np.testing.assert_allclose(out, want, atol=1e-6)

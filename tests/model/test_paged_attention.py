@@ -30,9 +30,8 @@ def paged(length: int, seed: int = 0, pages_of_neighbour: int = 0):
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
 def test_equals_reference(length):
     q, k, v, k_pages, v_pages, table = paged(length)
-    got = paged_attention(
-        *map(jnp.asarray, (q, k_pages, v_pages, table[None])), jnp.arange(length)[None]
-    )
+    arrays = (jnp.asarray(array) for array in (q, k_pages, v_pages, table[None]))
+    got = paged_attention(*arrays, positions_BT=jnp.arange(length)[None])
     want = causal_attention(*map(jnp.asarray, (q, k, v)))
     np.testing.assert_allclose(got, want, atol=2e-6)
 
@@ -47,7 +46,7 @@ def test_bits_do_not_depend_on_a_longer_neighbour():
 
     def run(neighbour_position: int):
         positions = jnp.asarray([[10, 11], [neighbour_position, neighbour_position + 1]])
-        args = map(jnp.asarray, (k_pages, v_pages, table_BM))
-        return np.asarray(paged_attention(q_BTNH, *args, positions))
+        args = (jnp.asarray(array) for array in (k_pages, v_pages, table_BM))
+        return np.asarray(paged_attention(q_BTNH, *args, positions_BT=positions))
 
     np.testing.assert_array_equal(run(3)[0], run(62)[0])

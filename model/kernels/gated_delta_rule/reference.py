@@ -83,7 +83,8 @@ def replay(
     )
 
     def phase(state_BWPR: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple]:
-        out_BTWR, state_BWPR = sequential(*inputs, state_BWPR)
+        q, k, v, gate, beta = inputs
+        out_BTWR, state_BWPR = sequential(q, k, v, gate, beta, state_BWPR)
         return state_BWPR, (out_BTWR, state_BWPR)
 
     _, (out_2BTWR, state_2BWPR) = jax.lax.scan(phase, state_BWPR, phases)

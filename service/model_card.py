@@ -1,0 +1,88 @@
+"""Facts about a checkpoint directory that the service needs before, and beside, the weights."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+WHOLE_FILE_BYTES = 64 << 20
+SAMPLE_BYTES = 1 << 20
+SAMPLES = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What an unset sampling field means; these values stand for a checkpoint that says nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelCard:
+    """Name, identity, end ids and defaults of a checkpoint."""
+
+    name: str
+    fingerprint: str
+    end_ids: tuple[int, ...]
+    defaults: GenerationDefaults
+
+    @classmethod
+    def from_directory(cls, checkpoint: Path) -> "ModelCard":
+        """Reads `config.json` and, when there is one, `generation_config.json`.
+
+        End ids are those of generation_config.json where it has any: config.json of Qwen3.6 lists
+        only one of its two.
+        """
+        config = read_json(checkpoint / "config.json")
+        generation_path = checkpoint / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.is_file() else {}
+        text_config = cast("dict[str, Any]", config.get("text_config") or {})
+        named: list[Any] = [
+            source.get("eos_token_id") for source in (generation, config, text_config)
+        ]
+        end_ids: Any = next((ids for ids in named if ids is not None), ())
+        return cls(
+            name=checkpoint.resolve().name,
+            fingerprint=fingerprint(checkpoint),
+            end_ids=(end_ids,) if isinstance(end_ids, int) else tuple(end_ids),
+            defaults=generation_defaults(generation),
+        )
+
+
+def generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:
+    """Reads the sampling defaults of a generation_config; `do_sample: false` means greedy."""
+    silent = GenerationDefaults()
+    greedy = generation.get("do_sample") is False
+    return GenerationDefaults(
+        temperature=0.0 if greedy else float(generation.get("temperature", silent.temperature)),
+        top_k=int(generation.get("top_k", silent.top_k)),
+        top_p=float(generation.get("top_p", silent.top_p)),
+    )
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Returns the identity of a checkpoint: a SHA-256 over names, sizes and contents of its files.
+
+    Of a file above 64 MiB, 64 evenly spaced samples of 1 MiB are read (first and last included), so
+    that 70 GB of weights do not delay the start by minutes.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_FILE_BYTES:
+                digest.update(file.read())
+                continue
+            for sample in range(SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object from a file."""
+    return json.loads(path.read_text(encoding="utf-8"))

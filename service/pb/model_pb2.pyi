@@ -1,0 +1,69 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "fingerprint", "context_length", "vocab_size", "end_token_ids", "slots", "draft_length", "page_size", "limits", "defaults")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    end_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    slots: int
+    draft_length: int
+    page_size: int
+    limits: ModelLimits
+    defaults: ModelDefaults
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., slots: _Optional[int] = ..., draft_length: _Optional[int] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ...) -> None: ...
+
+class ModelLimits(_message.Message):
+    __slots__ = ("max_message_bytes", "max_prompt_bytes", "max_text_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_waiting_requests")
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_STRING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    max_message_bytes: int
+    max_prompt_bytes: int
+    max_text_bytes: int
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_stop_token_ids: int
+    max_waiting_requests: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ...) -> None: ...
+
+class ModelDefaults(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ...) -> None: ...
