@@ -32,7 +32,7 @@ RotaryBTQ = Float[Array, "B T Q"]
 
 Queries = Float[Array, "B T N H"]
 KeysValues = Float[Array, "B T K H"]
-KVPages = Float[Array, "pages S K H"]
+KVPages = Float[Array, "pages K S H"]
 
 DeltaQK = Float[Array, "B T J P"]
 DeltaV = Float[Array, "B T W R"]

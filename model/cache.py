@@ -35,7 +35,11 @@ SINK_PAGE = 0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionCache:
-    """Keys and values of one attention layer, shared by all slots through their page tables."""
+    """Keys and values of one attention layer, shared by all slots through their page tables.
+
+    Heads come before positions: the order in which attention reads them. In any other XLA:GPU
+    transposes the whole cache at the start and end of every decode call.
+    """
 
     k_pages: KVPages
     v_pages: KVPages
@@ -45,11 +49,11 @@ class AttentionCache:
 
         Rejected draft tokens need no removal: the next round writes over their positions.
         """
-        page_size = self.k_pages.shape[1]
+        page_size = self.k_pages.shape[2]
         index_BT = where.positions_BT // page_size
         page_BT = jnp.take_along_axis(where.page_table_BM, index_BT, axis=1, mode="clip")
         page_BT = jnp.where(where.valid_BT, page_BT, SINK_PAGE)
-        at = (page_BT, where.positions_BT % page_size)
+        at = (page_BT, slice(None), where.positions_BT % page_size)
         return AttentionCache(
             k_pages=self.k_pages.at[at].set(k_BTKH.astype(self.k_pages.dtype)),
             v_pages=self.v_pages.at[at].set(v_BTKH.astype(self.v_pages.dtype)),
@@ -107,7 +111,7 @@ def init_attention_cache(
     config: ModelConfig, pages: int, page_size: int, dtype: jax.typing.DTypeLike
 ) -> AttentionCache:
     """Zeroed pages, the sink page included."""
-    shape = (pages, page_size, config.num_key_value_heads, config.head_dim)
+    shape = (pages, config.num_key_value_heads, page_size, config.head_dim)
     return AttentionCache(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
 
 

@@ -48,7 +48,7 @@ class DecodeShape:
     slots: int
     """B."""
     draft_length: int
-    """U; 0 compiles a program without the MTP head."""
+    """U, the most draft tokens per round that the state has room for; 0: without the MTP head."""
     rounds: int
     """O, rounds per decode call."""
     max_context: int
@@ -157,7 +157,11 @@ def init_state(config: ModelConfig, shape: DecodeShape, dtype: jax.typing.DTypeL
 
 
 def decode_rounds(
-    model: Transformer, state: DecodeState, page_table_BM: PageTable, shape: DecodeShape
+    model: Transformer,
+    state: DecodeState,
+    page_table_BM: PageTable,
+    shape: DecodeShape,
+    draft_length: int,
 ) -> tuple[DecodeState, jax.Array]:
     """One decode call: O rounds over all slots.
 
@@ -166,37 +170,45 @@ def decode_rounds(
       state: donated.
       page_table_BM: page ids; must cover every position the call can write for a running slot.
       shape: what is compiled in.
+      draft_length: draft tokens per round in this program, 0 .. U. Programs of different draft
+        lengths may follow each other on one state; strict mode uses one.
 
     Returns:
-      (state, packed int32 [O, B, T + 4]): per round and slot the T token ids (-1 where none was
+      (state, packed int32 [O, B, U + 5]): per round and slot U + 1 token ids (-1 where none was
       emitted), then how many were emitted, draft tokens verified, draft tokens accepted, and the
       FINISH_* that ended the slot in this round.
     """
 
     def round_(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
-        return _decode_round(model, state, page_table_BM, shape)
+        return _decode_round(model, state, page_table_BM, shape, draft_length)
 
     return jax.lax.scan(round_, state, None, length=shape.rounds)
 
 
 def _decode_round(
-    model: Transformer, state: DecodeState, page_table_BM: jax.Array, shape: DecodeShape
+    model: Transformer,
+    state: DecodeState,
+    page_table_BM: jax.Array,
+    shape: DecodeShape,
+    draft_length: int,
 ) -> tuple[DecodeState, jax.Array]:
-    offsets_T = jnp.arange(shape.draft_length + 1)
+    offsets_T = jnp.arange(draft_length + 1)
+    drafts_BU = state.drafts_BU[:, :draft_length]
+    draft_count_B = jnp.minimum(state.draft_count_B, draft_length)
 
     # 1. Verify.
-    tokens_BT = jnp.concatenate([state.last_token_B[:, None], state.drafts_BU], axis=1)
+    tokens_BT = jnp.concatenate([state.last_token_B[:, None], drafts_BU], axis=1)
     positions_BT = state.position_B[:, None] + offsets_T
-    valid_BT = state.running_B[:, None] & (offsets_T <= state.draft_count_B[:, None])
+    valid_BT = state.running_B[:, None] & (offsets_T <= draft_count_B[:, None])
     where = place(positions_BT, valid_BT, page_table_BM, model.config)
     hidden_BTD, caches = model.decode(tokens_BT, where, state.caches, state.pending_B)
 
     # 2. Choose, 3. accept.
     # Position t counts the drafts up to its own input as emitted.
-    seen_TU = jnp.arange(shape.draft_length) < offsets_T[:, None]
-    drafts_BTU = jnp.where(seen_TU & valid_BT[:, 1:][:, None], state.drafts_BU[:, None], -1)
+    seen_TU = jnp.arange(draft_length) < offsets_T[:, None]
+    drafts_BTU = jnp.where(seen_TU & valid_BT[:, 1:][:, None], drafts_BU[:, None], -1)
     chosen_BT = _choose(model, state, hidden_BTD, positions_BT + 1, drafts_BTU, shape)
-    agrees_BU = (state.drafts_BU == chosen_BT[:, :-1]) & valid_BT[:, 1:]
+    agrees_BU = (drafts_BU == chosen_BT[:, :-1]) & valid_BT[:, 1:]
     accepted_B = jnp.sum(jnp.cumprod(agrees_BU, axis=1, dtype=jnp.int32), axis=1)
     emitted_B, finish_B = _emit(chosen_BT, accepted_B + 1, state, shape)
     emitted_BT = offsets_T < emitted_B[:, None]
@@ -205,7 +217,7 @@ def _decode_round(
     newest_B1 = jnp.maximum(emitted_B - 1, 0)[:, None]
     newest_token_B = jnp.take_along_axis(chosen_BT, newest_B1, axis=1)[:, 0]
     running_B = state.running_B & (finish_B == FINISH_NONE)
-    packed_BY = _pack(chosen_BT, emitted_BT, accepted_B, state.draft_count_B, finish_B)
+    packed_BY = _pack(chosen_BT, emitted_BT, accepted_B, draft_count_B, finish_B, shape)
     state = dataclasses.replace(
         state,
         caches=caches,
@@ -219,7 +231,9 @@ def _decode_round(
 
     # 5. Draft.
     if shape.draft_length:
-        state = _draft(model, state, hidden_BTD, chosen_BT, emitted_BT, page_table_BM, shape)
+        state = _draft(
+            model, state, hidden_BTD, chosen_BT, emitted_BT, page_table_BM, shape, draft_length
+        )
     return state, packed_BY
 
 
@@ -291,16 +305,18 @@ def _pack(
     accepted_B: jax.Array,
     draft_count_B: jax.Array,
     finish_B: jax.Array,
+    shape: DecodeShape,
 ) -> jax.Array:
     """One int32 row per slot: one device-to-host copy takes it all. See `decode_rounds`."""
     emitted_B = jnp.sum(emitted_BT, axis=1)
     drafted_B = jnp.where(emitted_B > 0, draft_count_B, 0)
-    counts_B4 = jnp.stack(
-        [emitted_B, drafted_B, jnp.minimum(accepted_B, emitted_B), finish_B], axis=1
+    accepted_B = jnp.minimum(accepted_B, emitted_B)
+    unused = shape.draft_length + 1 - chosen_BT.shape[1]
+    tokens_BT = jnp.pad(
+        jnp.where(emitted_BT, chosen_BT, -1), ((0, 0), (0, unused)), constant_values=-1
     )
-    return jnp.concatenate([jnp.where(emitted_BT, chosen_BT, -1), counts_B4], axis=1).astype(
-        jnp.int32
-    )
+    counts_B4 = jnp.stack([emitted_B, drafted_B, accepted_B, finish_B], axis=1)
+    return jnp.concatenate([tokens_BT, counts_B4], axis=1).astype(jnp.int32)
 
 
 def _draft(
@@ -311,12 +327,18 @@ def _draft(
     emitted_BT: jax.Array,
     page_table_BM: jax.Array,
     shape: DecodeShape,
+    draft_length: int,
 ) -> DecodeState:
-    """Proposes up to U tokens after the newest one. `state` is already past this round's commit."""
+    """Proposes tokens after the newest one. `state` is already past this round's commit.
+
+    Without draft tokens (`draft_length` 0) the head's cache is kept up all the same, so that drafting
+    can begin at any later call.
+    """
     mtp, mtp_cache, config = model.mtp, state.mtp_cache, model.config
     assert mtp is not None and mtp_cache is not None, "draft_length needs an MTP head"
     room_B = shape.max_context - 1 - state.position_B
-    count_B = jnp.minimum(state.settings.draft_cap_B, jnp.minimum(state.budget_B, room_B) - 1)
+    cap_B = jnp.minimum(state.settings.draft_cap_B, draft_length)
+    count_B = jnp.minimum(cap_B, jnp.minimum(state.budget_B, room_B) - 1)
     count_B = jnp.where(state.running_B, jnp.maximum(count_B, 0), 0)
 
     # Row t of the head pairs hidden state t with the token after it; rows emitted now become context.
@@ -343,5 +365,5 @@ def _draft(
         return (token_B1, hidden_B1D, drafts_BU, cache), None
 
     first = (state.last_token_B[:, None], hidden_B1D, jnp.full_like(state.drafts_BU, -1), cache)
-    (_, _, drafts_BU, cache), _ = jax.lax.scan(draft_one, first, jnp.arange(shape.draft_length))
+    (_, _, drafts_BU, cache), _ = jax.lax.scan(draft_one, first, jnp.arange(draft_length))
     return dataclasses.replace(state, mtp_cache=cache, drafts_BU=drafts_BU, draft_count_B=count_B)

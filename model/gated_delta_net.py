@@ -93,28 +93,36 @@ class GatedDeltaNet(nnx.Module):
         """The tokens of one decode round, after committing those of the last round.
 
         Args:
-          x_BTD: normed hidden states of this round's T tokens.
+          x_BTD: normed hidden states of this round's tokens, at most as many as the cache has room
+            for: a round may have fewer draft tokens than the round before or after it.
           cache: see `DeltaNetCache`.
-          pending_B: how many of the last round's tokens were accepted, 0 .. T.
+          pending_B: how many of the last round's tokens were accepted.
 
         Returns:
           (output, cache with the last round committed and this round's inputs pending).
         """
-        tokens = x_BTD.shape[1]
-        taps = cache.conv_window_BYC.shape[1] - tokens
-        conv_BXC = _rows_from(cache.conv_window_BYC, pending_B, taps)
+        room = cache.k_BTJP.shape[1]
+        conv_BXC = _rows_from(
+            cache.conv_window_BYC, pending_B, cache.conv_window_BYC.shape[1] - room
+        )
         window_BYC = jnp.concatenate([conv_BXC, self._conv_inputs(x_BTD)], axis=1)
         new = self._rule_inputs(window_BYC, x_BTD)
-        accepted_BT = jnp.arange(tokens) < pending_B[:, None]
+        accepted_BT = jnp.arange(room) < pending_B[:, None]
         past = tuple(
             # A rejected token must not touch the state even if it is not finite: mask the inputs.
             jnp.where(accepted_BT.reshape(*accepted_BT.shape, *(1,) * (array.ndim - 2)), array, 0.0)
             for array in (cache.k_BTJP, cache.v_BTWR, cache.gate_BTW, cache.beta_BTW)
         )
-        out_BTWR, state_BWPR = gated_delta_rule.replay(past, new, cache.state_BWPR)
-        _, k_BTJP, v_BTWR, gate_BTW, beta_BTW = new
-        cache = DeltaNetCache(state_BWPR, window_BYC, k_BTJP, v_BTWR, gate_BTW, beta_BTW)
-        return self._output(out_BTWR, x_BTD), cache
+        out_BTWR, state_BWPR = gated_delta_rule.replay(
+            past, new, cache.state_BWPR, jnp.max(pending_B)
+        )
+        _, *inputs = new
+        old = (cache.conv_window_BYC, cache.k_BTJP, cache.v_BTWR, cache.gate_BTW, cache.beta_BTW)
+        pending = (
+            jax.lax.dynamic_update_slice_in_dim(rows, fresh, 0, axis=1)
+            for rows, fresh in zip(old, (window_BYC, *inputs), strict=True)
+        )
+        return self._output(out_BTWR, x_BTD), DeltaNetCache(state_BWPR, *pending)
 
     def _conv_inputs(self, x_BTD: jax.Array) -> jax.Array:
         return self.in_proj_qkv(x_BTD).astype(jnp.float32)

@@ -33,9 +33,13 @@ class Linear(nnx.Module):
 
 def linear(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
     """`x W^T`, summed in float32, in the dtype of `x`."""
+    return linear_f32(x, weight).astype(x.dtype)
+
+
+def linear_f32(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    """`x W^T`, summed and returned in float32."""
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 
 
 class Embedding(nnx.Module):

@@ -14,7 +14,7 @@ from model.array_types import Hidden, PerSlotInt, TokensBT
 from model.cache import AttentionCache, LayerCache, Placement
 from model.config import ModelConfig
 from model.decoder_layer import DecoderLayer
-from model.layers import Embedding, Linear, RMSNorm, linear, rotary_embedding
+from model.layers import Embedding, Linear, RMSNorm, linear_f32, rotary_embedding
 from model.moe import RoutedExperts
 from model.mtp import MTPHead
 
@@ -73,7 +73,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of hidden states after the final norm (or `mtp.norm`)."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden_BTD, head.weight[...]).astype(jnp.float32)
+        return linear_f32(hidden_BTD, head.weight[...])
 
     def decode(
         self,

@@ -115,9 +115,11 @@ class Driver:
         self.replies[slot], self.rounds[slot] = [], []
         self.active.add(slot)
 
-    def step(self) -> None:
-        """One decode call."""
-        for slot, rounds in enumerate(self.executor.decode(self.pages).fetch()):
+    def step(self, draft_length: int | None = None) -> None:
+        """One decode call; the draft length is the executor's if not given."""
+        if draft_length is None:
+            draft_length = self.executor.limits.draft_length
+        for slot, rounds in enumerate(self.executor.decode(self.pages, draft_length).fetch()):
             if slot in self.active:
                 self.rounds[slot].append(rounds)
                 self.replies[slot] += [token for row in rounds.tokens for token in row]

@@ -52,15 +52,16 @@ class JaxExecutor:
         self._state = decode_lib.init_state(model.config, shape, dtype)
         self._vocab_size = shape.addressable_tokens
 
-        def decode(leaves: Any, state: Any, page_table: Any) -> Any:
+        def decode(leaves: Any, state: Any, page_table: Any, draft_length: int) -> Any:
             model = jax.tree.unflatten(treedef, leaves)
-            return decode_lib.decode_rounds(model, state, page_table, shape)
+            return decode_lib.decode_rounds(model, state, page_table, shape, draft_length)
 
         def prefill(leaves: Any, state: Any, *args: Any) -> Any:
             return prefill_lib.prefill_chunk(jax.tree.unflatten(treedef, leaves), state, *args)
 
         self._programs = {
-            "decode": jax.jit(decode, donate_argnums=1),
+            # One compiled program per draft length.
+            "decode": jax.jit(decode, donate_argnums=1, static_argnums=3),
             "prefill": jax.jit(prefill, donate_argnums=1),
             "insert": jax.jit(slots_lib.insert, donate_argnums=0),
             "release": jax.jit(slots_lib.release, donate_argnums=0),
@@ -92,7 +93,8 @@ class JaxExecutor:
         self.insert(0, Request(request_id="warm-up", prompt_ids=(0, 0), max_tokens=1), 0)
         self.set_draft_cap(0, 0)
         self.release(0)
-        self.decode([()] * self._shape.slots).fetch()
+        for draft_length in range(self._shape.draft_length + 1):
+            self.decode([()] * self._shape.slots, draft_length).fetch()
 
     def compile_counts(self) -> dict[str, int]:
         """How often each program was compiled so far; constant after `warm_up`."""
@@ -136,13 +138,13 @@ class JaxExecutor:
         """See `types.Executor.set_draft_cap`."""
         self._run("set_draft_cap", np.int32(slot), np.int32(draft_cap))
 
-    def decode(self, page_tables: Sequence[Sequence[int]]) -> DecodeHandle:
+    def decode(self, page_tables: Sequence[Sequence[int]], draft_length: int) -> DecodeHandle:
         """See `types.Executor.decode`."""
         page_table = np.stack([self._page_row(page_ids) for page_ids in page_tables])
         if not np.array_equal(page_table, self._page_table):
             self._page_table = page_table
             self._page_table_on_device = jnp.asarray(page_table)
-        packed = self._run("decode", self._page_table_on_device)
+        packed = self._run("decode", self._page_table_on_device, draft_length)
         packed.copy_to_host_async()
         return _Call(packed, self._shape.draft_length + 1)
 

@@ -81,12 +81,12 @@ def test_replay_commits_exactly_what_was_accepted(accepted):
     first = take(0, 4)
     mask = (jnp.arange(4) < jnp.asarray(accepted)[:, None])[..., None]
     past = tuple(jnp.where(mask[..., None] if a.ndim == 4 else mask, a, 0) for a in first[1:])
-    out, committed = replay(past, take(4, 8), state)
+    out, committed = replay(past, take(4, 8), state, jnp.int32(max(accepted)))
 
     def one(state, token, slot):
         """Commits a single token by the same program: replayed as the first of four."""
         past = tuple(jnp.zeros_like(a[:, :4]).at[:, 0].set(a[:, token]) for a in (k, v, gate, beta))
-        return replay(past, take(4, 8), state)
+        return replay(past, take(4, 8), state, jnp.int32(1))
 
     for slot, count in enumerate(accepted):
         expected = state

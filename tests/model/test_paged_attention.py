@@ -19,11 +19,11 @@ def paged(length: int, seed: int = 0, pages_of_neighbour: int = 0):
     count = -(-length // PAGE)
     pool = 1 + count + pages_of_neighbour
     table = 1 + rng.permutation(count)
-    k_pages = rng.normal(size=(pool, PAGE, KV_HEADS, DIM)).astype(np.float32)
+    k_pages = rng.normal(size=(pool, KV_HEADS, PAGE, DIM)).astype(np.float32)
     v_pages = k_pages[::-1].copy()
     for position in range(length):
-        k_pages[table[position // PAGE], position % PAGE] = k[0, position]
-        v_pages[table[position // PAGE], position % PAGE] = v[0, position]
+        k_pages[table[position // PAGE], :, position % PAGE] = k[0, position]
+        v_pages[table[position // PAGE], :, position % PAGE] = v[0, position]
     return q, k, v, k_pages, v_pages, table
 
 

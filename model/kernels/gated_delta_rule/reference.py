@@ -59,7 +59,10 @@ def sequential(
 
 
 def replay(
-    past: tuple[jax.Array, ...], new: tuple[jax.Array, ...], state_BWPR: RecurrentState
+    past: tuple[jax.Array, ...],
+    new: tuple[jax.Array, ...],
+    state_BWPR: RecurrentState,
+    past_tokens: jax.Array,
 ) -> tuple[DeltaV, RecurrentState]:
     """Commits the tokens of the last round, then runs ahead through those of this round.
 
@@ -69,23 +72,41 @@ def replay(
 
     Args:
       past: (k, v, gate, beta) of the last round, zeroed where they were not accepted;
-        [B, T, J, P], [B, T, W, R], [B, T, W] twice.
-      new: (q, k, v, gate, beta) of this round's tokens, same T.
+        [B, Tp, J, P], [B, Tp, W, R], [B, Tp, W] twice.
+      new: (q, k, v, gate, beta) of this round's T tokens, T at most Tp.
       state_BWPR: committed before the last round.
+      past_tokens: int32 scalar, how many past tokens any slot accepted: the others are skipped.
 
     Returns:
       (out_BTWR for the new tokens, state_BWPR after the past tokens), float32.
     """
     q_BTJP, *new_without_q = new
-    phases = tuple(
-        jnp.stack([before, now])
-        for before, now in zip((q_BTJP, *past), (q_BTJP, *new_without_q), strict=True)
-    )
+    tokens, room = q_BTJP.shape[1], past[0].shape[1]
 
-    def phase(state_BWPR: jax.Array, inputs: tuple) -> tuple[jax.Array, tuple]:
-        q, k, v, gate, beta = inputs
-        out_BTWR, state_BWPR = sequential(q, k, v, gate, beta, state_BWPR)
-        return state_BWPR, (out_BTWR, state_BWPR)
+    def join(before: jax.Array, now: jax.Array) -> jax.Array:
+        """[Tp + T, B, ...]: the past tokens, then the new ones."""
+        return jnp.moveaxis(jnp.concatenate([before, now], axis=1), 1, 0)
 
-    _, (out_2BTWR, state_2BWPR) = jax.lax.scan(phase, state_BWPR, phases)
-    return out_2BTWR[1], state_2BWPR[0]
+    no_query = jnp.zeros((q_BTJP.shape[0], room, *q_BTJP.shape[2:]), q_BTJP.dtype)
+    sequence = (join(no_query, q_BTJP), *map(join, past, new_without_q))
+    out_TBWR = jnp.zeros((room + tokens, *new_without_q[1][:, 0].shape), jnp.float32)
+
+    def one_token(index: jax.Array, carry: tuple, first: jax.Array) -> tuple:
+        state_BWPR, out_TBWR = carry
+        token = [jax.lax.dynamic_index_in_dim(a, first + index, keepdims=False) for a in sequence]
+        state_BWPR, out_BWR = step(state_BWPR, *token)
+        out_TBWR = jax.lax.dynamic_update_index_in_dim(out_TBWR, out_BWR, first + index, axis=0)
+        return state_BWPR, out_TBWR
+
+    def phase(index: jax.Array, carry: tuple) -> tuple:
+        state_BWPR, committed_BWPR, out_TBWR = carry
+        count = jnp.where(index == 0, past_tokens, tokens)
+        state_BWPR, out_TBWR = jax.lax.fori_loop(
+            0, count, lambda i, c: one_token(i, c, index * room), (state_BWPR, out_TBWR)
+        )
+        committed_BWPR = jnp.where(index == 0, state_BWPR, committed_BWPR)
+        return state_BWPR, committed_BWPR, out_TBWR
+
+    carry = (state_BWPR, state_BWPR, out_TBWR)
+    _, committed_BWPR, out_TBWR = jax.lax.fori_loop(0, 2, phase, carry)
+    return jnp.moveaxis(out_TBWR[room:], 0, 1), committed_BWPR

@@ -35,7 +35,7 @@ def paged_attention(
       Float array like q_BTNH.
     """
     batch, tokens, heads, head_dim = q_BTNH.shape
-    page_size, kv_heads = k_pages.shape[1:3]
+    kv_heads, page_size = k_pages.shape[1:3]
     rows = tokens * heads // kv_heads
     q_BKYH = q_BTNH.reshape(batch, tokens, kv_heads, -1, head_dim)
     q_BKYH = jnp.moveaxis(q_BKYH, 1, 2).reshape(batch, kv_heads, rows, head_dim)
@@ -44,9 +44,9 @@ def paged_attention(
     def visit(page: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top_BKY, weight_BKY, out_BKYH = sums
         page_B = page_table_BM[:, page]
-        k_BSKH, v_BSKH = k_pages[page_B], v_pages[page_B]
+        k_BKSH, v_BKSH = k_pages[page_B], v_pages[page_B]
         scores_BKYS = jnp.einsum(
-            "BKYH,BSKH->BKYS", q_BKYH, k_BSKH, preferred_element_type=jnp.float32
+            "BKYH,BKSH->BKYS", q_BKYH, k_BKSH, preferred_element_type=jnp.float32
         )
         positions_S = page * page_size + jnp.arange(page_size)
         seen_BYS = positions_S <= last_BY[..., None]
@@ -57,9 +57,9 @@ def paged_attention(
             seen_BYS[:, None], jnp.exp(scores_BKYS - new_top_BKY[..., None]), 0.0
         )
         part_BKYH = jnp.einsum(
-            "BKYS,BSKH->BKYH",
-            parts_BKYS.astype(v_BSKH.dtype),
-            v_BSKH,
+            "BKYS,BKSH->BKYH",
+            parts_BKYS.astype(v_BKSH.dtype),
+            v_BKSH,
             preferred_element_type=jnp.float32,
         )
         weight_BKY = weight_BKY * shrink_BKY + jnp.sum(parts_BKYS, axis=-1)
