@@ -117,9 +117,10 @@ class GatedDeltaNet(nnx.Module):
             past, new, cache.state_BWPR, jnp.max(pending_B)
         )
         _, *inputs = new
+        # A shorter round leaves the rest of the rows as they are: nothing reads them.
         old = (cache.conv_window_BYC, cache.k_BTJP, cache.v_BTWR, cache.gate_BTW, cache.beta_BTW)
         pending = (
-            jax.lax.dynamic_update_slice_in_dim(rows, fresh, 0, axis=1)
+            jnp.concatenate([fresh, rows[:, fresh.shape[1] :]], axis=1)
             for rows, fresh in zip(old, (window_BYC, *inputs), strict=True)
         )
         return self._output(out_BTWR, x_BTD), DeltaNetCache(state_BWPR, *pending)

@@ -62,18 +62,24 @@ def instructions(hlo: str) -> Iterator[Instruction]:
             yield Instruction(name, dtype, tuple(int(d) for d in dims.split(",") if d), opcode)
 
 
-def large_moves(hlo: str, least_bytes: int, allowed_last_dim: int) -> list[Instruction]:
-    """Copies, transposes, concatenations and conversions that write at least `least_bytes`.
+def large_moves(
+    hlo: str, shapes: Iterable[tuple[int, ...]], logits_dim: int
+) -> list[Instruction]:
+    """Copies, transposes, concatenations and conversions of a weight or a cache.
 
     Args:
       hlo: optimised module text.
-      least_bytes: below this it is an activation.
-      allowed_last_dim: results with this last dimension are logits, not weights or caches.
+      shapes: of the weights and caches to look for, whose dimensions may come in any order. Anything
+        from 16 MiB on counts too: merged weights have shapes of their own.
+      logits_dim: results with this last dimension are logits.
     """
+    wanted = {_key(shape) for shape in shapes}
     return [
         one
         for one in instructions(hlo)
-        if one.kind in _MOVES and one.size >= least_bytes and one.dims[-1:] != (allowed_last_dim,)
+        if one.kind in _MOVES
+        and (_key(one.dims) in wanted or one.size >= 16 << 20)
+        and one.dims[-1:] != (logits_dim,)
     ]
 
 
@@ -108,6 +114,11 @@ def read_thunks(sequence: str) -> Thunks:
         if kind == "kCommandBuffer" and graph_depth is None:
             graph_depth = depth
     return Thunks(launches, kernels, loops, captured, syncs)
+
+
+def _key(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Same for shapes that differ by a transposition or by axes of length one."""
+    return tuple(sorted(dim for dim in shape if dim > 1))
 
 
 def _fusion_roots(hlo: str) -> dict[str, str]:

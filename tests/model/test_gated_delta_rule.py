@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from model.kernels import gated_delta_rule
+from model.kernels.gated_delta_rule import pallas_gpu, reference
 
 BATCH, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 2, 4, 8, 6
 
 
-def inputs(tokens: int, seed: int = 0) -> tuple[jax.Array, ...]:
+def inputs(tokens: int, seed: int = 0, value_dim: int = VALUE_DIM) -> tuple[jax.Array, ...]:
     """Random q, k, v, gate, beta and a state as the layer would produce them."""
     rng = np.random.default_rng(seed)
 
@@ -22,10 +23,10 @@ def inputs(tokens: int, seed: int = 0) -> tuple[jax.Array, ...]:
 
     q = unit(BATCH, tokens, KEY_HEADS, KEY_DIM) * KEY_DIM**-0.5
     k = unit(BATCH, tokens, KEY_HEADS, KEY_DIM)
-    v = rng.normal(size=(BATCH, tokens, VALUE_HEADS, VALUE_DIM))
+    v = rng.normal(size=(BATCH, tokens, VALUE_HEADS, value_dim))
     gate = -rng.exponential(0.5, size=(BATCH, tokens, VALUE_HEADS))
     beta = rng.uniform(size=(BATCH, tokens, VALUE_HEADS))
-    state = rng.normal(size=(BATCH, VALUE_HEADS, KEY_DIM, VALUE_DIM))
+    state = rng.normal(size=(BATCH, VALUE_HEADS, KEY_DIM, value_dim))
     return tuple(jnp.asarray(array, jnp.float32) for array in (q, k, v, gate, beta, state))
 
 
@@ -67,6 +68,23 @@ def test_masked_tokens_do_nothing():
     zero = (k * 0, v * 0, gate * 0, beta * 0)
     _, unchanged = gated_delta_rule.sequential(q, *zero, state)
     np.testing.assert_array_equal(unchanged, state)
+
+
+@pytest.mark.parametrize("accepted", [(0, 0), (0, 4), (1, 2), (4, 1), (3, 3)])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_gpu_kernel_equals_reference(accepted, tokens):
+    """In interpret mode: the same recurrence, also when this round has fewer tokens than the last."""
+    q, k, v, gate, beta, state = inputs(8, value_dim=8)
+    mask = (jnp.arange(4) < jnp.asarray(accepted)[:, None])[..., None]
+    past = tuple(
+        jnp.where(mask[..., None] if a.ndim == 4 else mask, a[:, :4], 0) for a in (k, v, gate, beta)
+    )
+    new = tuple(a[:, 4 : 4 + tokens] for a in (q, k, v, gate, beta))
+    count = jnp.int32(max(accepted))
+    want = reference.replay(past, new, state, count)
+    got = pallas_gpu.replay(past, new, state, count, interpret=True)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
 @pytest.mark.parametrize("accepted", [(0, 4), (1, 2), (4, 1), (3, 3)])

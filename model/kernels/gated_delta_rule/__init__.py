@@ -4,7 +4,30 @@
 rounds. They compute the same function; the tests hold them against each other.
 """
 
+from __future__ import annotations
+
+import jax
+
+from model.array_types import DeltaV, RecurrentState
+from model.kernels.gated_delta_rule import pallas_gpu, reference
 from model.kernels.gated_delta_rule.chunked import chunked
-from model.kernels.gated_delta_rule.reference import replay, sequential
+from model.kernels.gated_delta_rule.reference import sequential
 
 __all__ = ["chunked", "replay", "sequential"]
+
+
+def replay(
+    past: tuple[jax.Array, ...],
+    new: tuple[jax.Array, ...],
+    state_BWPR: RecurrentState,
+    past_tokens: jax.Array,
+) -> tuple[DeltaV, RecurrentState]:
+    """`reference.replay`, by the GPU kernel when the program is compiled for a CUDA device."""
+    return jax.lax.platform_dependent(
+        past,
+        new,
+        state_BWPR,
+        past_tokens,
+        cuda=pallas_gpu.replay,
+        default=reference.replay,
+    )
