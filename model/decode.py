@@ -75,6 +75,8 @@ class SlotSettings:
     """int32: FINISH_END or FINISH_STOP, what the id at the same index of `logits.stop_ids_BX` means."""
     draft_cap_B: PerSlotInt
     """Most draft tokens per round, 0 .. U."""
+    logprobs_B: PerSlotBool
+    """Whether log-probabilities of the emitted tokens are wanted."""
 
 
 @typing.no_type_check
@@ -152,6 +154,7 @@ def init_state(config: ModelConfig, shape: DecodeShape, dtype: jax.typing.DTypeL
             logits=logits,
             stop_reasons_BX=ints(shape.max_stop_ids),
             draft_cap_B=ints(),
+            logprobs_B=jnp.zeros((slots,), bool),
         ),
     )
 
@@ -174,9 +177,10 @@ def decode_rounds(
         lengths may follow each other on one state; strict mode uses one.
 
     Returns:
-      (state, packed int32 [O, B, U + 5]): per round and slot U + 1 token ids (-1 where none was
-      emitted), then how many were emitted, draft tokens verified, draft tokens accepted, and the
-      FINISH_* that ended the slot in this round.
+      (state, packed int32 [O, B, 2 (U + 1) + 4]): per round and slot U + 1 token ids (-1 where none
+      was emitted); the bits of their float32 log-probabilities (of the model itself: before bias,
+      penalties and temperature; zero unless asked for); then how many tokens were emitted, draft
+      tokens verified, draft tokens accepted, and the FINISH_* that ended the slot in this round.
     """
 
     def round_(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
@@ -207,7 +211,9 @@ def _decode_round(
     # Position t counts the drafts up to its own input as emitted.
     seen_TU = jnp.arange(draft_length) < offsets_T[:, None]
     drafts_BTU = jnp.where(seen_TU & valid_BT[:, 1:][:, None], drafts_BU[:, None], -1)
-    chosen_BT = _choose(model, state, hidden_BTD, positions_BT + 1, drafts_BTU, shape)
+    logits_BTV = _logits(model, hidden_BTD, shape)
+    chosen_BT = _choose(state, logits_BTV, positions_BT + 1, drafts_BTU)
+    logprobs_BT = _logprobs(logits_BTV, chosen_BT, state)
     agrees_BU = (drafts_BU == chosen_BT[:, :-1]) & valid_BT[:, 1:]
     accepted_B = jnp.sum(jnp.cumprod(agrees_BU, axis=1, dtype=jnp.int32), axis=1)
     emitted_B, finish_B = _emit(chosen_BT, accepted_B + 1, state, shape)
@@ -217,7 +223,8 @@ def _decode_round(
     newest_B1 = jnp.maximum(emitted_B - 1, 0)[:, None]
     newest_token_B = jnp.take_along_axis(chosen_BT, newest_B1, axis=1)[:, 0]
     running_B = state.running_B & (finish_B == FINISH_NONE)
-    packed_BY = _pack(chosen_BT, emitted_BT, accepted_B, draft_count_B, finish_B, shape)
+    counts = (emitted_B, draft_count_B, jnp.minimum(accepted_B, emitted_B), finish_B)
+    packed_BY = _pack(chosen_BT, logprobs_BT, emitted_BT, counts, shape)
     state = dataclasses.replace(
         state,
         caches=caches,
@@ -237,34 +244,44 @@ def _decode_round(
     return state, packed_BY
 
 
+def _logits(model: Transformer, hidden_BTD: jax.Array, shape: DecodeShape) -> jax.Array:
+    """The model's own logits [B, T, V]; -inf where a row of the output head names no token."""
+    batch, tokens, width = hidden_BTD.shape
+    logits_ZV = model.logits(hidden_BTD.reshape(batch * tokens, width))
+    if shape.addressable_tokens < logits_ZV.shape[1]:
+        named_V = jnp.arange(logits_ZV.shape[1]) < shape.addressable_tokens
+        logits_ZV = jnp.where(named_V, logits_ZV, -jnp.inf)
+    return logits_ZV.reshape(batch, tokens, -1)
+
+
 def _choose(
-    model: Transformer,
-    state: DecodeState,
-    hidden_BTD: jax.Array,
-    positions_BT: jax.Array,
-    drafts_BTU: jax.Array,
-    shape: DecodeShape,
+    state: DecodeState, logits_BTV: jax.Array, positions_BT: jax.Array, drafts_BTU: jax.Array
 ) -> jax.Array:
-    """The token after each hidden state, [B, T].
+    """The token of each position, [B, T].
 
     Args:
-      model: gives the output head.
       state: gives settings, and counts and budget that go with `state.position_B`.
-      hidden_BTD: after the final norm.
+      logits_BTV: the model's own.
       positions_BT: absolute positions of the tokens to choose.
       drafts_BTU: draft tokens to count as emitted, see `logits.adjust`.
-      shape: what is compiled in.
     """
     batch, tokens = positions_BT.shape
-    logits_BTV = model.logits(hidden_BTD.reshape(batch * tokens, -1)).reshape(batch, tokens, -1)
-    if shape.addressable_tokens < logits_BTV.shape[2]:
-        named_V = jnp.arange(logits_BTV.shape[2]) < shape.addressable_tokens
-        logits_BTV = jnp.where(named_V, logits_BTV, -jnp.inf)
     budget_BT = state.budget_B[:, None] - (positions_BT - 1 - state.position_B[:, None])
     logits_BTV = adjust(logits_BTV, state.settings.logits, state.counts, drafts_BTU, budget_BT)
     per_row = jax.tree.map(lambda per_slot: jnp.repeat(per_slot, tokens), state.settings.sampling)
     logits_ZV = logits_BTV.reshape(batch * tokens, -1)
     return choose(logits_ZV, per_row, positions_BT.reshape(-1)).reshape(batch, tokens)
+
+
+def _logprobs(logits_BTV: jax.Array, chosen_BT: jax.Array, state: DecodeState) -> jax.Array:
+    """Log-probabilities of the chosen tokens, [B, T]; zeros when no slot wants them."""
+
+    def compute() -> jax.Array:
+        chosen_BT1 = jnp.take_along_axis(logits_BTV, chosen_BT[..., None], axis=2)
+        return chosen_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=2)
+
+    wanted = jnp.any(state.settings.logprobs_B & state.running_B)
+    return jax.lax.cond(wanted, compute, lambda: jnp.zeros(chosen_BT.shape, jnp.float32))
 
 
 def _emit(
@@ -301,22 +318,24 @@ def _emit(
 
 def _pack(
     chosen_BT: jax.Array,
+    logprobs_BT: jax.Array,
     emitted_BT: jax.Array,
-    accepted_B: jax.Array,
-    draft_count_B: jax.Array,
-    finish_B: jax.Array,
+    counts: tuple[jax.Array, ...],
     shape: DecodeShape,
 ) -> jax.Array:
     """One int32 row per slot: one device-to-host copy takes it all. See `decode_rounds`."""
-    emitted_B = jnp.sum(emitted_BT, axis=1)
-    drafted_B = jnp.where(emitted_B > 0, draft_count_B, 0)
-    accepted_B = jnp.minimum(accepted_B, emitted_B)
-    unused = shape.draft_length + 1 - chosen_BT.shape[1]
-    tokens_BT = jnp.pad(
-        jnp.where(emitted_BT, chosen_BT, -1), ((0, 0), (0, unused)), constant_values=-1
-    )
+
+    def widened(values_BT: jax.Array, filler: int) -> jax.Array:
+        unused = shape.draft_length + 1 - values_BT.shape[1]
+        values_BT = jnp.where(emitted_BT, values_BT, filler)
+        return jnp.pad(values_BT, ((0, 0), (0, unused)), constant_values=filler)
+
+    bits_BT = jax.lax.bitcast_convert_type(logprobs_BT, jnp.int32)
+    emitted_B, drafted_B, accepted_B, finish_B = counts
+    drafted_B = jnp.where(emitted_B > 0, drafted_B, 0)
     counts_B4 = jnp.stack([emitted_B, drafted_B, accepted_B, finish_B], axis=1)
-    return jnp.concatenate([tokens_BT, counts_B4], axis=1).astype(jnp.int32)
+    columns = [widened(chosen_BT, -1), widened(bits_BT, 0), counts_B4]
+    return jnp.concatenate(columns, axis=1).astype(jnp.int32)
 
 
 def _draft(
@@ -360,7 +379,8 @@ def _draft(
         # The first row is in the cache already; writing it again keeps the steps alike.
         cache = mtp.write(u_B1D, where, cache)
         hidden_B1D = mtp.attend(u_B1D, where, cache, wanted_B1)
-        token_B1 = _choose(model, state, hidden_B1D, positions_B1 + 2, drafts_BU[:, None], shape)
+        logits_B1V = _logits(model, hidden_B1D, shape)
+        token_B1 = _choose(state, logits_B1V, positions_B1 + 2, drafts_BU[:, None])
         drafts_BU = jax.lax.dynamic_update_slice(drafts_BU, token_B1, (0, index))
         return (token_B1, hidden_B1D, drafts_BU, cache), None
 

@@ -25,6 +25,8 @@ class ServerConfig:
     rounds_per_call: int = 4
     prefill_chunk: int = 128
     dtype: str = "float32"
+    adaptive_drafts: bool = True
+    strict: bool = False
     max_waiting_requests: int = 256
     grace_seconds: float = 120.0
     log_level: str = "INFO"
@@ -94,6 +96,16 @@ def parse_config(arguments: Sequence[str] | None = None) -> ServerConfig:
     option("rounds_per_call", type=integer_from(1), help="rounds in one decode call")
     option("prefill_chunk", type=integer_from(1), help="prompt tokens in one prefill call")
     option("dtype", choices=DTYPES, help="type of parameters, keys and values")
+    option(
+        "adaptive_drafts",
+        action=argparse.BooleanOptionalAction,
+        help="draft fewer tokens, up to the default cap, while more do not pay",
+    )
+    option(
+        "strict",
+        action="store_true",
+        help="one decode program: replies equal bit by bit whatever the draft cap, company and load",
+    )
     option("max_waiting_requests", type=integer_from(1), help="waiting requests; more are refused")
     option("grace_seconds", type=seconds, help="how long running requests may go on after SIGTERM")
     option(

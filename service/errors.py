@@ -28,6 +28,8 @@ FIELD_OF_ENGINE_FIELD = {
     "prompt_ids": "prompt",
     "max_tokens": "stopping.max_tokens",
     "stop_ids": "stopping.stop_token_ids",
+    "logit_bias": "sampling.logit_bias",
+    "choices": "choices",
     "request_id": "request_id",
 }
 

@@ -18,6 +18,10 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +59,19 @@ class ModelCard:
 def generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:
     """Reads the sampling defaults of a generation_config; `do_sample: false` means greedy."""
     silent = GenerationDefaults()
-    greedy = generation.get("do_sample") is False
+
+    def said(field: str) -> float:
+        value = generation.get(field)  # the hub writes null for what is not set
+        return getattr(silent, field) if value is None else float(value)
+
     return GenerationDefaults(
-        temperature=0.0 if greedy else float(generation.get("temperature", silent.temperature)),
-        top_k=int(generation.get("top_k", silent.top_k)),
-        top_p=float(generation.get("top_p", silent.top_p)),
+        temperature=0.0 if generation.get("do_sample") is False else said("temperature"),
+        top_k=int(said("top_k")),
+        top_p=said("top_p"),
+        min_p=said("min_p"),
+        repetition_penalty=said("repetition_penalty"),
+        frequency_penalty=said("frequency_penalty"),
+        presence_penalty=said("presence_penalty"),
     )
 
 

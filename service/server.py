@@ -103,7 +103,12 @@ class Server:
 
     async def serve(self, executor: Executor) -> None:
         """Takes requests from now on. The executor is warm: health must not promise too early."""
-        engine = Engine(executor, max_waiting_requests=self._config.max_waiting_requests)
+        engine = Engine(
+            executor,
+            max_waiting_requests=self._config.max_waiting_requests,
+            adaptive_drafts=self._config.adaptive_drafts,
+            single_program=self._config.strict,
+        )
         await engine.start()
         self._served.engine = engine
         await self._set_health(True, WHOLE_SERVER, INFERENCE, MODEL)

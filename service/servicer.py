@@ -20,8 +20,9 @@ from service.pb import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+from service.reply import Reply
 from service.text.tokenizer import Tokenizer
-from service.translation import Reply, fold, model_message
+from service.translation import fold, model_message
 from service.validation import (
     MAX_TEXT_BYTES,
     AcceptedRequest,
@@ -89,23 +90,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _reply(
         self, request: inference_pb2.GenerateRequest
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the messages of a reply; closing it frees the slot."""
+        """Yields the messages of a reply; closing it frees the slots."""
         engine = self._served.ready_engine()
         accepted = await self._accept(request, engine)
         # Nothing is sent before this succeeds: clients retry a call only until its first byte.
-        with engine.submit(accepted.request) as stream:
-            reply = Reply(accepted, self._served.tokenizer)
-            yield reply.started(self._served.card)
+        with engine.submit_choices(accepted.choices) as choices:
+            reply = Reply(accepted, choices.streams, self._served.tokenizer, self._served.card)
+            yield reply.started()
             try:
-                async for chunk in stream:
-                    if message := reply.push(chunk):
+                async for index, chunk in choices:
+                    messages = reply.push(index, chunk)
+                    if reply.ended(index):  # by a stop string, perhaps: the engine knows of none
+                        choices.streams[index].abort(FinishReason.STOP)
+                    for message in messages:
                         yield message
-                    if reply.ended:  # by a stop string, perhaps, of which the engine knows nothing
-                        stream.abort(FinishReason.STOP)
             except RequestAbortedError:
-                if message := reply.cancel():
+                for message in reply.cancel():
                     yield message
-            yield reply.finished()
 
     async def _accept(
         self, request: inference_pb2.GenerateRequest, engine: Engine
@@ -150,7 +151,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """GetModel."""
+    """GetModel and UpdateSpeculation."""
 
     def __init__(self, served: ServedModel, max_waiting_requests: int) -> None:
         self._served = served
@@ -160,6 +161,20 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self, request: model_pb2.GetModelRequest, context: Context
     ) -> model_pb2.GetModelResponse:
         """Describes the served model."""
-        limits = self._served.ready_engine().limits
-        model = model_message(self._served.card, limits, self._max_waiting_requests)
+        engine = self._served.ready_engine()
+        model = model_message(
+            self._served.card, engine.limits, self._max_waiting_requests, engine.draft_cap_default
+        )
         return model_pb2.GetModelResponse(model=model)
+
+    async def UpdateSpeculation(
+        self, request: model_pb2.UpdateSpeculationRequest, context: Context
+    ) -> model_pb2.UpdateSpeculationResponse:
+        """Changes the default draft cap."""
+        engine = self._served.ready_engine()
+        most = engine.limits.draft_length
+        told = f"{request.max_draft_tokens}" if request.HasField("max_draft_tokens") else "not set"
+        if told == "not set" or request.max_draft_tokens > most:
+            raise invalid_argument([Violation("max_draft_tokens", told, f"in [0, {most}]")])
+        engine.set_draft_cap_default(request.max_draft_tokens)
+        return model_pb2.UpdateSpeculationResponse(max_draft_tokens=engine.draft_cap_default)

@@ -1,22 +1,22 @@
 """From a GenerateRequest to the engine's Request: limits, defaults, every bad field at once.
 
-Pure functions of messages and limits (but for the id and the seed that a client leaves open).
+Pure functions of messages and limits (but for the id that a client leaves open). The sampling fields
+are in `sampling.py`.
 """
 
 import dataclasses
 import itertools
-import secrets
 import uuid
 from collections.abc import Container, Iterable, Sequence
 
-from service.engine.types import Limits, Request, SamplingParams
+from service.engine.types import Limits, Request
 from service.errors import MAX_VIOLATIONS, Violation, invalid_argument
-from service.model_card import GenerationDefaults, ModelCard
+from service.model_card import ModelCard
 from service.pb import inference_pb2
+from service.sampling import check_sampling, choice_seed, sampling_params
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing logits by less overflows float32."""
-MAX_TEMPERATURE = 2.0
+MAX_CHOICES = 8
+"""Replies to one prompt; fewer where the waiting queue is shorter."""
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
@@ -32,11 +32,15 @@ TEXT_BYTES_PER_POSITION = 32
 class AcceptedRequest:
     """A request that may run, and what its reply carries."""
 
-    request: Request
+    choices: tuple[Request, ...]
+    """What the engine gets: equal but for their seeds."""
     stop_strings: tuple[str, ...]
+    stopping: inference_pb2.Stopping
+    """The request's stopping as it is in force (`Receipt.stopping`)."""
     include_text: bool
     include_token_ids: bool
     include_drafted: bool
+    include_receipt: bool
 
 
 def max_prompt_bytes(limits: Limits) -> int:
@@ -83,46 +87,54 @@ def accept(
     violations = [
         *check_request_id(message.request_id),
         *check_prompt(message, prompt_ids, limits),
-        *check_sampling(message.sampling),
+        *check_sampling(message.sampling, limits),
         *check_stopping(message.stopping, limits, card),
+        *check_choices(message),
     ]
     if violations:
         raise invalid_argument(violations)
     stopping, include = message.stopping, message.include
     max_draft_tokens = message.speculation.max_draft_tokens
+    # Unset: a budget that the end of the context always comes before, and is told then.
+    budget = stopping.max_tokens if stopping.HasField("max_tokens") else limits.max_context
+    request = Request(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        max_tokens=min(budget, limits.max_context),
+        sampling=sampling_params(message.sampling, card.defaults, limits.vocab_size),
+        end_ids=() if stopping.ignore_eos else card.end_ids,
+        stop_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
+        min_tokens=min(stopping.min_tokens, limits.max_context),
+        max_draft_tokens=min(max_draft_tokens, limits.draft_length)
+        if message.speculation.HasField("max_draft_tokens")
+        else None,
+    )
+    stop_strings = tuple(dict.fromkeys(stopping.stop_strings))
+    room = limits.max_context - len(prompt_ids)
     return AcceptedRequest(
-        request=Request(
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            # Unset: a budget that the end of the context always comes before, and is told then.
-            max_tokens=min(stopping.max_tokens, limits.max_context)
-            if stopping.HasField("max_tokens")
-            else limits.max_context,
-            sampling=sampling_params(message.sampling, card.defaults, limits.vocab_size),
-            end_ids=() if stopping.ignore_eos else card.end_ids,
-            stop_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
-            max_draft_tokens=min(max_draft_tokens, limits.draft_length)
-            if message.speculation.HasField("max_draft_tokens")
-            else None,
+        choices=choices_of(request, message.choices if message.HasField("choices") else 1),
+        stop_strings=stop_strings,
+        stopping=inference_pb2.Stopping(
+            max_tokens=min(request.max_tokens, room),
+            stop_token_ids=request.stop_ids,
+            stop_strings=stop_strings,
+            ignore_eos=stopping.ignore_eos,
+            min_tokens=min(request.min_tokens, room),
         ),
-        stop_strings=tuple(dict.fromkeys(stopping.stop_strings)),
         include_text=include.text if include.HasField("text") else True,
         include_token_ids=include.token_ids,
         include_drafted=include.drafted,
+        include_receipt=include.receipt,
     )
 
 
-def sampling_params(
-    sampling: inference_pb2.Sampling, defaults: GenerationDefaults, vocab_size: int
-) -> SamplingParams:
-    """Fills unset sampling fields: from the checkpoint's defaults, and a random seed."""
-    temperature = sampling.temperature if sampling.HasField("temperature") else defaults.temperature
-    top_k = sampling.top_k if sampling.HasField("top_k") else defaults.top_k
-    return SamplingParams(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=0 if top_k >= vocab_size else top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else defaults.top_p,
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(32),
+def choices_of(request: Request, count: int) -> tuple[Request, ...]:
+    """Returns the choices of a request, each with its own seed."""
+    sampling = request.sampling
+    seeds = (choice_seed(sampling.seed, index) for index in range(count))
+    return tuple(
+        dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=seed))
+        for seed in seeds
     )
 
 
@@ -159,14 +171,10 @@ def check_prompt(
         yield from check_model_ids(field, prompt_ids, limits)
 
 
-def check_sampling(sampling: inference_pb2.Sampling) -> Iterable[Violation]:
-    """Checks ranges; written so that NaN, for which every comparison is false, is refused."""
-    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
-        yield Violation(
-            "sampling.temperature", f"{sampling.temperature:g}", f"in [0, {MAX_TEMPERATURE:g}]"
-        )
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        yield Violation("sampling.top_p", f"{sampling.top_p:g}", "in (0, 1]")
+def check_choices(message: inference_pb2.GenerateRequest) -> Iterable[Violation]:
+    """Checks the number of choices; whether the waiting queue can hold them, the engine checks."""
+    if message.HasField("choices") and not 1 <= message.choices <= MAX_CHOICES:
+        yield Violation("choices", f"{message.choices}", f"in [1, {MAX_CHOICES}]")
 
 
 def check_stopping(
@@ -175,6 +183,10 @@ def check_stopping(
     """Checks the token budget, stop ids and stop strings."""
     if stopping.HasField("max_tokens") and stopping.max_tokens < 1:
         yield Violation("stopping.max_tokens", f"{stopping.max_tokens}", "at least 1")
+    most = stopping.max_tokens if stopping.HasField("max_tokens") else limits.max_context
+    if stopping.min_tokens > most:
+        name = "max_tokens" if stopping.HasField("max_tokens") else "the context"
+        yield Violation("stopping.min_tokens", f"{stopping.min_tokens}", f"at most {most} ({name})")
     yield from check_model_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits)
     room = limits.max_stop_ids if stopping.ignore_eos else max_stop_token_ids(limits, card)
     different = len(set(stopping.stop_token_ids))

@@ -1,8 +1,9 @@
 """An executor without a device, whose tokens can be computed by hand and which checks its callers.
 
 The model it plays: the token after t is (t + 1) % vocab_size, unless `replies` scripts the reply of
-a request id. A request's round r accepts `accepts[r % len(accepts)]` draft tokens, or as many as
-were verified if those are fewer; the round after the insert verifies none, like the real program.
+a request id; with `seeded`, a request's seed changes its tokens. A request's round r accepts
+`accepts[r % len(accepts)]` draft tokens, or as many as were verified if those are fewer; the round
+after the insert verifies none, like the real program.
 
 Programs "run" when they are dispatched, on a simulated page memory: each position that a slot wrote
 holds its token, rejected drafts leave garbage, and a decode call reads back all that its slots
@@ -38,10 +39,12 @@ def reply_token(
     previous: int,
     vocab_size: int,
     replies: Mapping[str, Sequence[int]],
+    seeded: bool = False,
 ) -> int:
     """The token at `index` of a reply. An id that `min_tokens` bars gives way to the next one."""
     script = replies.get(request.request_id, ())
-    token = script[index] if index < len(script) else (previous + 1) % vocab_size
+    noise = (request.sampling.seed >> index % 25) % 97 if seeded else 0
+    token = script[index] if index < len(script) else (previous + 1 + noise) % vocab_size
     while index < request.min_tokens and token in request.end_ids + request.stop_ids:
         token = (token + 1) % vocab_size
     return token
@@ -61,13 +64,18 @@ def end_of(request: Request, limits: Limits, reply: Sequence[int]) -> FinishReas
 
 
 def expected_reply(
-    request: Request, limits: Limits, replies: Mapping[str, Sequence[int]] | None = None
+    request: Request,
+    limits: Limits,
+    replies: Mapping[str, Sequence[int]] | None = None,
+    seeded: bool = False,
 ) -> tuple[tuple[int, ...], FinishReason]:
     """What a request gets, whatever the drafts, the load and the other requests."""
     reply: list[int] = []
     previous, finish = request.prompt_ids[-1], FinishReason.NONE
     while finish is FinishReason.NONE:
-        previous = reply_token(request, len(reply), previous, limits.vocab_size, replies or {})
+        previous = reply_token(
+            request, len(reply), previous, limits.vocab_size, replies or {}, seeded
+        )
         reply.append(previous)
         finish = end_of(request, limits, reply)
     return tuple(reply), finish
@@ -88,7 +96,7 @@ class _Slot:
     reply: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
     drafts: int = 0
-    """Draft tokens that the next round verifies."""
+    """Draft tokens that wait to be verified; the next round drops what is beyond its program."""
     draft_cap: int = 0
 
 
@@ -104,6 +112,7 @@ class FakeExecutor:
         decode_delay_s: float = 0.0,
         fail_on: tuple[str, int] | None = None,
         stepped: bool = False,
+        seeded: bool = False,
     ) -> None:
         """Scripts a device.
 
@@ -114,15 +123,21 @@ class FakeExecutor:
           decode_delay_s: seconds that fetching a decode call takes.
           fail_on: ("decode", 3) raises RuntimeError in the third call of `decode`, and so on.
           stepped: `fetch` and `wait` block until `allow` lets them through.
+          seeded: tokens depend on the request's seed.
         """
         self.limits = limits or small_limits()
         self.replies = dict(replies or {})
         self.log: list[tuple[Any, ...]] = []
         """(method, arguments worth comparing) of each call."""
+        self.inserted: list[Request] = []
+        """The requests, in the order of their inserts."""
+        self.draft_lengths: list[int] = []
+        """Draft length of each decode call's program."""
         self._accepts = tuple(accepts)
         self._decode_delay_s = decode_delay_s
         self._fail_on = fail_on
         self.stepped = stepped
+        self._seeded = seeded
         self._gate = threading.Semaphore(0) if stepped else None
         self._slots = [_Slot() for _ in range(self.limits.slots)]
         self._memory: dict[tuple[int, int], int] = {}
@@ -166,6 +181,7 @@ class FakeExecutor:
 
     def insert(self, slot: int, request: Request, draft_cap: int) -> None:
         self._enter("insert", slot, request.request_id, draft_cap)
+        self.inserted.append(request)
         state = self._slots[slot]
         assert state.request is None, f"insert into slot {slot}, where a request runs"
         self._check_draft_cap(draft_cap)
@@ -189,10 +205,12 @@ class FakeExecutor:
         self._check_draft_cap(draft_cap)
         self._slots[slot].draft_cap = draft_cap
 
-    def decode(self, page_tables: Sequence[Sequence[int]]) -> FakeDecodeHandle:
+    def decode(self, page_tables: Sequence[Sequence[int]], draft_length: int) -> FakeDecodeHandle:
         self._enter(
             "decode", *(state.request and state.request.request_id for state in self._slots)
         )
+        assert 0 <= draft_length <= self.limits.draft_length, f"no program for {draft_length}"
+        self.draft_lengths.append(draft_length)
         assert len(page_tables) == self.limits.slots, f"{len(page_tables)} page tables"
         for slot, page_ids in enumerate(page_tables):
             running = self._slots[slot].request is not None
@@ -204,7 +222,7 @@ class FakeExecutor:
                 self._check_pages(slot, page_ids, min(may_write, self.limits.max_context))
                 state.page_ids = tuple(page_ids)
                 self._check_memory(slot, tokens[:-1])
-        results = [self._run_slot(state) for state in self._slots]
+        results = [self._run_slot(state, draft_length) for state in self._slots]
         number = self._dispatched("decode")
         ended = [
             state
@@ -229,14 +247,14 @@ class FakeExecutor:
             state.request = None
         return results
 
-    def _run_slot(self, state: _Slot) -> SlotRounds:
+    def _run_slot(self, state: _Slot, draft_length: int) -> SlotRounds:
         rounds = SlotRounds([], [], [], FinishReason.NONE)
         tokens, drafted, accepted, finish = [], [], [], FinishReason.NONE
         for _ in range(self.limits.rounds_per_call):
             if not state.running:
                 emitted, verified, agreed = [], 0, 0
             else:
-                emitted, verified, agreed, finish = self._run_round(state)
+                emitted, verified, agreed, finish = self._run_round(state, draft_length)
             tokens.append(emitted)
             drafted.append(verified)
             accepted.append(agreed)
@@ -244,10 +262,12 @@ class FakeExecutor:
             rounds, tokens=tokens, drafted=drafted, accepted=accepted, finish=finish
         )
 
-    def _run_round(self, state: _Slot) -> tuple[list[int], int, int, FinishReason]:
+    def _run_round(
+        self, state: _Slot, draft_length: int
+    ) -> tuple[list[int], int, int, FinishReason]:
         request, limits = state.request, self.limits
         assert request is not None and state.next_token is not None
-        verified = state.drafts
+        verified = min(state.drafts, draft_length)
         agreed = min(self._accepts[state.rounds % len(self._accepts)], verified)
         position = len(state.prompt) + len(state.reply)
         previous = state.reply[-1] if state.reply else state.next_token
@@ -256,7 +276,7 @@ class FakeExecutor:
         finish = FinishReason.NONE
         while finish is FinishReason.NONE and len(emitted) <= agreed:
             previous = reply_token(
-                request, len(state.reply), previous, limits.vocab_size, self.replies
+                request, len(state.reply), previous, limits.vocab_size, self.replies, self._seeded
             )
             emitted.append(previous)
             state.reply.append(previous)
@@ -268,7 +288,7 @@ class FakeExecutor:
         state.running = finish is FinishReason.NONE
         budget = request.max_tokens - len(state.reply)
         room = limits.max_context - len(request.prompt_ids) - len(state.reply)
-        state.drafts = max(0, min(state.draft_cap, min(budget, room) - 1))
+        state.drafts = max(0, min(state.draft_cap, draft_length, min(budget, room) - 1))
         return emitted, verified, min(agreed, len(emitted)), finish
 
     def _enter(self, method: str, *facts: Any) -> None:

@@ -24,9 +24,15 @@ _FILE_USER = "model.checkpoint"
 _DEVICE_OWNER = "service.engine.executor"
 _DEVICE_MODULES = ("jax", "jaxlib", "flax")
 _PB_USERS = frozenset(
-    f"service.{name}" for name in ("servicer", "server", "reflection", "translation", "validation")
+    f"service.{name}"
+    for name in (
+        *("servicer", "server", "reflection", "translation", "validation"),
+        *("reply", "receipt", "sampling"),
+    )
 )
-_PURE_POLICY = frozenset(f"service.engine.{name}" for name in ("scheduler", "slots", "pages"))
+_PURE_POLICY = frozenset(
+    f"service.engine.{name}" for name in ("scheduler", "slots", "pages", "waiting", "draft_policy")
+)
 _POLICY_MAY_IMPORT = _PURE_POLICY | {"service.engine.types"}
 _NAMELESS_FILES = ("utils.py", "util.py", "helpers.py", "helper.py", "misc.py", "common.py")
 
@@ -116,7 +122,7 @@ def stubs_stay_at_the_edge(sources: list[Source]) -> list[str]:
 
 
 def policy_is_standard_library(sources: list[Source]) -> list[str]:
-    """Scheduler, slots and pages can be tested and read without anything else."""
+    """What decides in the engine can be tested and read without anything else."""
     modules = {source.module for source in sources}
     return [
         f"{_at(source, item.line)} imports {_target(item, modules)}"

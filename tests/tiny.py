@@ -96,6 +96,7 @@ class Driver:
         ]
         self.replies: dict[int, list[int]] = {}
         self.rounds: dict[int, list[SlotRounds]] = {}
+        self.logprobs: dict[int, list[float]] = {}
         self.active: set[int] = set()
 
     def prefill(self, slot: int, request: Request, decode_between: bool = False) -> None:
@@ -112,7 +113,7 @@ class Driver:
         """Prefills and inserts."""
         self.prefill(slot, request, **kwargs)
         self.executor.insert(slot, request, draft_cap)
-        self.replies[slot], self.rounds[slot] = [], []
+        self.replies[slot], self.rounds[slot], self.logprobs[slot] = [], [], []
         self.active.add(slot)
 
     def step(self, draft_length: int | None = None) -> None:
@@ -123,6 +124,7 @@ class Driver:
             if slot in self.active:
                 self.rounds[slot].append(rounds)
                 self.replies[slot] += [token for row in rounds.tokens for token in row]
+                self.logprobs[slot] += [value for row in rounds.logprobs for value in row]
                 if rounds.finish:
                     self.active.discard(slot)
 

@@ -1,7 +1,8 @@
 """Streams a completion: `python tools/client.py "def fibonacci(n):"`.
 
 Without --target it starts a server of its own on the embedded checkpoint. The text goes to stdout
-as it comes, one line of figures to stderr. Exit code 1 when the server refuses or fails.
+as it comes (of several choices: when each has ended), one line of figures per choice to stderr. Exit
+code 1 when the server refuses or fails, or when a receipt does not fit the reply.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import contextlib
 import signal
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,23 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from local_server import ServerEndedError, local_server
 
-from service.pb import inference_pb2, inference_pb2_grpc
+from service.pb import inference_pb2, inference_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from service.receipt import ALGORITHM, receipt_digest
 
 MAX_MESSAGE_BYTES = 64 << 20
+
+
+class ReceiptError(Exception):
+    """A receipt that does not fit the reply it came with."""
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """Parses `id=value`."""
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not id=value") from None
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,13 +49,30 @@ def parse_arguments() -> argparse.Namespace:
     servers = parser.add_mutually_exclusive_group()
     servers.add_argument("--target", help="host:port of a running server")
     servers.add_argument("--serve", action="store_true", help="start a server (the default)")
+    parser.add_argument("--choices", type=int, help="replies to the prompt; default: 1")
     parser.add_argument("--max-tokens", type=int, help="default: until the model ends")
+    parser.add_argument("--min-tokens", type=int, help="tokens before any end; default: 0")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the checkpoint's")
     parser.add_argument("--top-k", type=int, help="default: the checkpoint's")
     parser.add_argument("--top-p", type=float, help="default: the checkpoint's")
+    parser.add_argument("--min-p", type=float, help="default: the checkpoint's")
+    parser.add_argument(
+        "--repetition-penalty", type=float, help="1 is off; default: the checkpoint's"
+    )
+    parser.add_argument(
+        "--frequency-penalty", type=float, help="0 is off; default: the checkpoint's"
+    )
+    parser.add_argument(
+        "--presence-penalty", type=float, help="0 is off; default: the checkpoint's"
+    )
+    parser.add_argument(
+        "--logit-bias", metavar="ID=VALUE", type=logit_bias, action="append", default=[],
+        help="added to the logit of a token; may be repeated",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, help="default: random")
     parser.add_argument("--max-draft-tokens", type=int, help="0 turns drafting off")
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be repeated")
+    parser.add_argument("--receipt", action="store_true", help="ask for receipts and check them")
     return parser.parse_args()
 
 
@@ -54,38 +88,107 @@ def build_request(arguments: argparse.Namespace) -> inference_pb2.GenerateReques
     """Returns the request; what was not given stays unset, which is not the same as zero."""
     return inference_pb2.GenerateRequest(
         text=read_prompt(arguments),
+        choices=arguments.choices,
         sampling=inference_pb2.Sampling(
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             top_p=arguments.top_p,
+            min_p=arguments.min_p,
+            repetition_penalty=arguments.repetition_penalty,
+            frequency_penalty=arguments.frequency_penalty,
+            presence_penalty=arguments.presence_penalty,
+            logit_bias=dict(arguments.logit_bias),
             seed=arguments.seed,
         ),
         stopping=inference_pb2.Stopping(
-            max_tokens=arguments.max_tokens, stop_strings=arguments.stop
+            max_tokens=arguments.max_tokens,
+            min_tokens=arguments.min_tokens,
+            stop_strings=arguments.stop,
         ),
         speculation=inference_pb2.Speculation(max_draft_tokens=arguments.max_draft_tokens),
+        include=inference_pb2.Include(token_ids=arguments.receipt, receipt=arguments.receipt),
     )
 
 
 def stream(target: str, request: inference_pb2.GenerateRequest) -> None:
-    """Prints the reply as it comes, and its figures."""
+    """Prints the reply as it comes, and its figures.
+
+    Raises:
+      ReceiptError: a receipt does not fit.
+    """
     options = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
     with grpc.insecure_channel(target, options) as channel:
-        started_at = time.monotonic()
-        first_at = None
+        printer = Printer(request)
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
         try:
             for message in call:
-                if message.HasField("delta"):
-                    first_at = first_at or time.monotonic()
-                    print(message.delta.text, end="", flush=True)
-                elif message.HasField("finished"):
-                    now = time.monotonic()
-                    print(flush=True)
-                    waited = (first_at or now) - started_at
-                    print(figures(message.finished, now - started_at, waited), file=sys.stderr)
+                printer.take(message)
         finally:
             call.cancel()  # of a call that has ended, it does nothing
+        if request.include.receipt:
+            tokenize = tokenizer_pb2_grpc.TokenizerServiceStub(channel).Tokenize
+            prompt = tokenize(tokenizer_pb2.TokenizeRequest(text=request.text))
+            printer.check_receipts(prompt.token_ids)
+
+
+class Printer:
+    """Prints the messages of one reply, and keeps what the check of its receipts needs."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        """Starts the clock."""
+        self._together = request.choices > 1
+        self._started_at = time.monotonic()
+        self._first_at: dict[int, float] = {}  # by choice, as all that follows
+        self._texts: defaultdict[int, str] = defaultdict(str)
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        self._receipts: dict[int, inference_pb2.Receipt] = {}
+        self._fingerprint = ""
+
+    def take(self, message: inference_pb2.GenerateResponse) -> None:
+        """Prints one message."""
+        delta, finished = message.delta, message.finished
+        match message.WhichOneof("kind"):
+            case "started":
+                self._fingerprint = message.started.fingerprint
+            case "delta":
+                self._first_at.setdefault(delta.index, time.monotonic())
+                self._token_ids[delta.index] += delta.token_ids
+                if self._together:
+                    self._texts[delta.index] += delta.text
+                else:
+                    print(delta.text, end="", flush=True)
+            case _:
+                self._end(finished)
+
+    def _end(self, finished: inference_pb2.Finished) -> None:
+        index, now = finished.index, time.monotonic()
+        heading = f"--- choice {index} ---\n" if self._together else ""
+        print(heading + self._texts.pop(index, ""), flush=True)
+        waited = self._first_at.get(index, now) - self._started_at
+        label = f"choice {index} | " if self._together else ""
+        print(label + figures(finished, now - self._started_at, waited), file=sys.stderr)
+        if finished.HasField("receipt"):
+            self._receipts[index] = finished.receipt
+
+    def check_receipts(self, prompt_ids: Sequence[int]) -> None:
+        """Computes each digest again from what was received, and prints it.
+
+        Raises:
+          ReceiptError: one differs, or says that it is computed in a way not known here.
+        """
+        for index, receipt in sorted(self._receipts.items()):
+            if receipt.algorithm != ALGORITHM:
+                raise ReceiptError(f"receipt {index} is of an unknown kind: {receipt.algorithm}")
+            own = receipt_digest(
+                self._fingerprint,
+                prompt_ids,
+                receipt.sampling,
+                receipt.stopping,
+                self._token_ids[index],
+            )
+            if own != receipt.digest:
+                raise ReceiptError(f"receipt {index} is {receipt.digest}, computed here: {own}")
+            print(f"receipt {own} | computed here: equal", file=sys.stderr)
 
 
 def figures(finished: inference_pb2.Finished, seconds: float, first_seconds: float) -> str:
@@ -134,7 +237,7 @@ def main() -> int:
     except grpc.RpcError as error:
         print(describe(error), file=sys.stderr)
         return 1
-    except (OSError, ServerEndedError, ValueError) as error:
+    except (OSError, ReceiptError, ServerEndedError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -9,7 +9,10 @@ from service.engine.types import FinishReason, Request, SpeculationStats, TokenC
 
 @dataclasses.dataclass(slots=True)
 class EngineCounters:
-    """Counts what was put into streams, and no more: an aborted request stops counting at once."""
+    """Counts what was put into streams, and no more: an aborted request stops counting at once.
+
+    Each choice of a call counts as a request.
+    """
 
     draft_length: dataclasses.InitVar[int]
     prompt_tokens: int = 0

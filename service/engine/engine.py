@@ -1,7 +1,7 @@
 """The engine as the service sees it: submit a request, read its stream, abort it. asyncio side.
 
-Everything here runs on the event loop's thread, but for the two callbacks that the engine thread
-calls (`_deliver`, `_fail`), which only hand over.
+Everything here runs on the event loop's thread, but for the callbacks that the engine thread
+calls (`_admit`, `_deliver`, `_fail`), which only hand over.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from service.engine.counters import EngineCounters
+from service.engine.draft_policy import DraftPolicy
 from service.engine.errors import (
     DuplicateRequestError,
     EngineFailedError,
@@ -20,7 +21,7 @@ from service.engine.errors import (
 )
 from service.engine.loop import EngineLoop, EngineState
 from service.engine.scheduler import Delivery, Load, Scheduler
-from service.engine.stream import TokenStream
+from service.engine.stream import ChoiceStreams, TokenStream
 from service.engine.types import Executor, FinishReason, Limits, Request
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Engine:
         max_waiting_requests: int = 256,
         max_waiting_tokens: int = 1 << 20,
         retry_after_s: float = 1.0,
+        adaptive_drafts: bool = False,
+        single_program: bool = False,
     ) -> None:
         """Takes an executor over; nothing runs before `start`.
 
@@ -47,6 +50,9 @@ class Engine:
           max_waiting_requests: requests that may wait for a slot, at least 1.
           max_waiting_tokens: prompt tokens that may wait; an empty queue takes any that fits.
           retry_after_s: seconds that a client is told to wait when the queue is full.
+          adaptive_drafts: requests that name no draft cap get what pays, up to the default cap.
+          single_program: every decode call runs the same program whatever the draft caps, so that
+            no reply depends, to the last bit, on which programs agree with each other.
 
         Raises:
           ValueError: a bound is below 1.
@@ -56,17 +62,20 @@ class Engine:
             self._limits,
             max_waiting_requests=max_waiting_requests,
             max_waiting_tokens=max_waiting_tokens,
+            draft_policy=DraftPolicy(self._limits.draft_length) if adaptive_drafts else None,
+            single_program=single_program,
         )
         self._loop = EngineLoop(
             executor,
             scheduler,
+            admit=self._admit,
             deliver=self._deliver,
             fail=self._fail,
             retry_after_s=retry_after_s,
         )
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[int, TokenStream] = {}  # by ticket
-        self._tickets: dict[str, int] = {}  # by request id
+        self._tickets: dict[str, list[int]] = {}  # by request id; of the choices not ended
         self._idle = asyncio.Event()
         self._idle.set()
         self.counters = EngineCounters(self._limits.draft_length)
@@ -111,8 +120,8 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
-        for ticket, stream in list(self._streams.items()):
-            self._end(ticket, stream)
+        for stream in list(self._streams.values()):
+            self._end(stream)
             self.counters.aborted += 1
             stream.fail(EngineUnavailableError(EngineState.STOPPING.value))
         self._loop.stop()
@@ -131,34 +140,56 @@ class Engine:
           RequestTooLargeError: it can never be served within the limits.
           ValueError: the prompt is empty, or `max_tokens` below 1.
         """
-        if not request.prompt_ids or request.max_tokens < 1:
-            raise ValueError(
-                f"request {request.request_id!r} has {len(request.prompt_ids)} prompt ids and "
-                f"max_tokens {request.max_tokens}; both must be at least 1"
-            )
-        if request.request_id in self._tickets:
-            raise DuplicateRequestError(request.request_id)
-        ticket = self._loop.submit(request)
-        stream = TokenStream(request, self._on_stream_abort)
-        self._streams[ticket] = stream
-        self._tickets[request.request_id] = ticket
-        self._idle.clear()
+        (stream,) = self.submit_choices((request,)).streams
         return stream
 
+    def submit_choices(self, choices: Sequence[Request]) -> ChoiceStreams:
+        """Takes the choices of one call, at least one, all with the same id: all of them or none.
+
+        Raises:
+          Exception: see `submit`.
+        """
+        request_id = choices[0].request_id
+        for choice in choices:
+            if not choice.prompt_ids or choice.max_tokens < 1:
+                raise ValueError(
+                    f"request {request_id!r} has {len(choice.prompt_ids)} prompt ids and "
+                    f"max_tokens {choice.max_tokens}; both must be at least 1"
+                )
+        if request_id in self._tickets:
+            raise DuplicateRequestError(request_id)
+        tickets = self._loop.submit_all(choices)
+        arrived = asyncio.Event()
+        streams = [
+            TokenStream(ticket, choice, self._on_stream_abort, arrived)
+            for ticket, choice in zip(tickets, choices, strict=True)
+        ]
+        self._streams.update(zip(tickets, streams, strict=True))
+        self._tickets[request_id] = list(tickets)
+        self._idle.clear()
+        return ChoiceStreams(streams, arrived)
+
     def abort(self, request_id: str) -> bool:
-        """Gives up a request by its id, in any phase. Its reader gets RequestAbortedError.
+        """Gives up a request by its id, in any phase, with all its choices that have not ended.
+
+        Its reader gets RequestAbortedError.
 
         Returns:
           False if no request of that id is being served (any more).
         """
-        ticket = self._tickets.get(request_id)
-        if ticket is None:
+        tickets = self._tickets.get(request_id)
+        if tickets is None:
             return False
-        stream = self._streams[ticket]
-        self._end(ticket, stream)
-        self.counters.aborted += 1
-        stream.fail(RequestAbortedError(request_id))
+        for stream in [self._streams[ticket] for ticket in tickets]:
+            self._end(stream)
+            self.counters.aborted += 1
+            stream.fail(RequestAbortedError(request_id))
         return True
+
+    @property
+    def draft_cap_default(self) -> int:
+        """How many tokens are drafted per round, at most, for requests that name no cap."""
+        return self._loop.draft_cap_default
 
     def set_draft_cap_default(self, draft_cap: int) -> None:
         """Sets how many tokens are drafted per round for requests that name no cap.
@@ -177,30 +208,42 @@ class Engine:
           RuntimeError: they do not; the text names both sides.
         """
         self._loop.check_integrity()
-        if len(self._tickets) != len(self._streams):
-            raise RuntimeError(f"{len(self._tickets)} ids != {len(self._streams)} open streams")
+        tickets = sorted(ticket for open_ in self._tickets.values() for ticket in open_)
+        if tickets != sorted(self._streams):
+            raise RuntimeError(f"tickets {tickets} != open streams {sorted(self._streams)}")
 
-    def _end(self, ticket: int, stream: TokenStream) -> None:
+    def _end(self, stream: TokenStream) -> None:
         """Forgets a request before its end; the engine's thread frees what it holds."""
-        self._forget(ticket, stream)
-        self._loop.abort(ticket)
+        self._forget(stream)
+        self._loop.abort(stream.ticket)
 
-    def _forget(self, ticket: int, stream: TokenStream) -> None:
-        del self._streams[ticket]
-        del self._tickets[stream.request.request_id]
+    def _forget(self, stream: TokenStream) -> None:
+        del self._streams[stream.ticket]
+        tickets = self._tickets[stream.request.request_id]
+        tickets.remove(stream.ticket)
+        if not tickets:
+            del self._tickets[stream.request.request_id]
         if not self._streams:
             self._idle.set()
 
     def _on_stream_abort(self, stream: TokenStream, reason: FinishReason) -> None:
-        ticket = self._tickets.get(stream.request.request_id)
-        # The id may be in use again by a later request, whose stream is another one.
-        if ticket is None or self._streams[ticket] is not stream:
+        if stream.ticket not in self._streams:
             return
-        self._end(ticket, stream)
+        self._end(stream)
         if reason is FinishReason.NONE:
             self.counters.aborted += 1
         else:
             self.counters.finished[reason] += 1
+
+    def _admit(self, tickets: Sequence[int], admitted_at: float) -> None:
+        """On the engine's thread."""
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._on_admitted, tickets, admitted_at)
+
+    def _on_admitted(self, tickets: Sequence[int], admitted_at: float) -> None:
+        for ticket in tickets:
+            if (stream := self._streams.get(ticket)) is not None:
+                stream.admitted_at = admitted_at
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         """On the engine's thread: one wake-up per decode call, for all streams."""
@@ -215,7 +258,7 @@ class Engine:
             self.counters.add(stream.request, stream.speculation, delivery.chunk)
             stream.put(delivery.chunk)
             if delivery.chunk.finish is not FinishReason.NONE:
-                self._forget(delivery.ticket, stream)
+                self._forget(stream)
 
     def _fail(self, error: BaseException) -> None:
         """On the engine's thread, as the last thing that it does."""
@@ -227,8 +270,8 @@ class Engine:
             logger.warning("the engine failed after its event loop was closed")
 
     def _on_failure(self, error: BaseException) -> None:
-        for ticket, stream in list(self._streams.items()):
-            self._forget(ticket, stream)
+        for stream in list(self._streams.values()):
+            self._forget(stream)
             self.counters.failed += 1
             failure = EngineFailedError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error

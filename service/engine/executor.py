@@ -181,6 +181,7 @@ def _settings(request: Request, draft_cap: int, shape: DecodeShape) -> SlotSetti
             [int(reason) for _, reason in watched], shape.max_stop_ids, 0, np.int32
         ),
         draft_cap_B=_scalar(draft_cap, np.int32),
+        logprobs_B=_scalar(request.logprobs, np.bool_),
     )
 
 
@@ -203,14 +204,17 @@ class _Call:
     tokens_per_round: int
 
     def fetch(self) -> Sequence[SlotRounds]:
-        packed_OBY = np.asarray(self.packed_OBY)
+        packed_OBY = np.ascontiguousarray(np.asarray(self.packed_OBY))
         return [self._slot(packed_OBY[:, slot]) for slot in range(packed_OBY.shape[1])]
 
     def _slot(self, packed_OY: np.ndarray) -> SlotRounds:
-        emitted, drafted, accepted, finish = packed_OY[:, self.tokens_per_round :].T.tolist()
-        tokens = packed_OY[:, : self.tokens_per_round].tolist()
+        width = self.tokens_per_round
+        emitted, drafted, accepted, finish = packed_OY[:, 2 * width :].T.tolist()
+        tokens = packed_OY[:, :width].tolist()
+        logprobs = packed_OY[:, width : 2 * width].view(np.float32).tolist()
         return SlotRounds(
             tokens=[row[:count] for row, count in zip(tokens, emitted, strict=True)],
+            logprobs=[row[:count] for row, count in zip(logprobs, emitted, strict=True)],
             drafted=drafted,
             accepted=accepted,
             finish=FinishReason(max(finish)),

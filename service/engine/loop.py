@@ -12,12 +12,14 @@ import enum
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from service.engine.errors import EngineUnavailableError, QueueFullError, RequestTooLargeError
-from service.engine.scheduler import Delivery, Load, Plan, Refusal, Scheduler
+from service.engine.scheduler import Delivery, Load, Plan, Scheduler
 from service.engine.slots import Occupant
 from service.engine.types import DecodeHandle, Executor, Request
+from service.engine.waiting import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,11 @@ class _Call:
 
     handle: DecodeHandle
     decoding: tuple[tuple[int, Occupant], ...]
+    draft_cap: int
+    """The largest of their draft caps."""
+    dispatched_at: float
+    after_prefill: bool
+    """A prefill chunk was dispatched just before it."""
 
 
 class EngineLoop:
@@ -49,24 +56,31 @@ class EngineLoop:
         executor: Executor,
         scheduler: Scheduler,
         *,
+        admit: Callable[[Sequence[int], float], None],
         deliver: Callable[[Sequence[Delivery]], None],
         fail: Callable[[BaseException], None],
         retry_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the thread; `start` runs it.
 
         Args:
           executor: called from the thread only.
           scheduler: empty; not to be touched by anybody else from now on.
+          admit: called on the thread with the tickets of requests that have just got their slots, and
+            when that was.
           deliver: called on the thread, once per decode call that emitted anything.
           fail: called on the thread, once, with what the executor raised; every request is lost.
           retry_after_s: seconds that a client is told to wait when the queue is full.
+          clock: seconds.
         """
         self._executor = executor
         self._scheduler = scheduler
+        self._admit = admit
         self._deliver = deliver
         self._fail = fail
         self._retry_after_s = retry_after_s
+        self._clock = clock
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._state = EngineState.NOT_STARTED
@@ -74,6 +88,7 @@ class EngineLoop:
         self._aborts: list[int] = []
         # Used by the thread only:
         self._in_flight: _Call | None = None
+        self._fetched_at = 0.0
         # A daemon: a device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
@@ -133,15 +148,20 @@ class EngineLoop:
           QueueFullError: there is no room in the waiting queue.
           RequestTooLargeError: it can never be served.
         """
+        (ticket,) = self.submit_all((request,))
+        return ticket
+
+    def submit_all(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Appends requests that belong together, all or none; like `submit` otherwise."""
         with self._changed:
             if self._state is not EngineState.RUNNING:
                 raise EngineUnavailableError(self._state.value)
-            ticket = next(self._tickets)
-            refusal = self._scheduler.submit(ticket, request)
+            tickets = tuple(itertools.islice(self._tickets, len(requests)))
+            refusal = self._scheduler.submit_all(tuple(zip(tickets, requests, strict=True)))
             if refusal is not None:
                 raise self._as_error(refusal)
             self._changed.notify()
-            return ticket
+            return tickets
 
     def abort(self, ticket: int) -> None:
         """Gives up a request in any phase; unknown tickets are ignored.
@@ -155,6 +175,12 @@ class EngineLoop:
                 return
             self._aborts.append(ticket)
             self._changed.notify()
+
+    @property
+    def draft_cap_default(self) -> int:
+        """The draft cap of requests that name none."""
+        with self._changed:
+            return self._scheduler.draft_cap_default
 
     def set_draft_cap_default(self, draft_cap: int) -> None:
         """Sets the draft cap of requests that name none, from the next decode call on.
@@ -201,6 +227,8 @@ class EngineLoop:
             self._in_flight = None
             self._executor.wait()
             return False
+        if plan.admitted:
+            self._admit(plan.admitted, self._clock())
         call = self._dispatch(plan)
         previous, self._in_flight = self._in_flight, call
         if previous is not None:
@@ -233,6 +261,7 @@ class EngineLoop:
         )
 
     def _dispatch(self, plan: Plan) -> _Call | None:
+        dispatched_at = self._clock()
         for slot, draft_cap in plan.draft_caps:
             self._executor.set_draft_cap(slot, draft_cap)
         if (chunk := plan.prefill) is not None:
@@ -243,11 +272,18 @@ class EngineLoop:
             self._executor.insert(slot, occupant.request, occupant.draft_cap)
         if not plan.decoding:
             return None
-        return _Call(self._executor.decode(plan.page_tables), plan.decoding)
+        handle = self._executor.decode(plan.page_tables, draft_length=plan.draft_length)
+        draft_cap = max(occupant.draft_cap for _, occupant in plan.decoding)
+        return _Call(handle, plan.decoding, draft_cap, dispatched_at, plan.prefill is not None)
 
     def _collect(self, call: _Call) -> None:
         results = call.handle.fetch()
+        started_at = max(call.dispatched_at, self._fetched_at)  # when the call before it had ended
+        self._fetched_at = self._clock()
         with self._changed:
+            if not call.after_prefill:
+                seconds = self._fetched_at - started_at
+                self._scheduler.observe_call(call.draft_cap, len(call.decoding), seconds)
             deliveries = self._scheduler.record(call.decoding, results)
         if deliveries:
             self._deliver(deliveries)

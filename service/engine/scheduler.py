@@ -16,23 +16,11 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
+from service.engine.draft_policy import DraftPolicy
 from service.engine.pages import PageAllocator
 from service.engine.slots import Occupant, SlotPhase, SlotTable
 from service.engine.types import FinishReason, Limits, Request, SlotRounds, TokenChunk
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request was not taken."""
-
-    field: str
-    """'requests' or 'tokens' of the waiting queue, or the field of `Request` that is too large."""
-    value: int
-    """What it would be: requests, tokens or ids."""
-    limit: int
-    """The most that it may be."""
-    queue_full: bool
-    """True: there may be room later. False: it can never be served."""
+from service.engine.waiting import Refusal, WaitingQueue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +38,8 @@ class PrefillChunk:
 class Plan:
     """What to dispatch now, in the order of the fields. Once made, it must be dispatched."""
 
+    admitted: tuple[int, ...]
+    """Tickets of the requests that got their slots in this plan (there is nothing to dispatch)."""
     draft_caps: tuple[tuple[int, int], ...]
     """(slot, draft cap) of the running slots whose cap has changed."""
     prefill: PrefillChunk | None
@@ -60,6 +50,8 @@ class Plan:
     """Slots that run in the decode call, those just inserted included; empty for no call."""
     page_tables: tuple[tuple[int, ...], ...]
     """One per slot. Empty unless the slot runs: a row that is frozen must not reach real pages."""
+    draft_length: int
+    """Of the decode call's program: the largest draft cap of the slots that run in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +86,13 @@ class Scheduler:
     """The waiting queue, the slots and the pages, and what happens to them next."""
 
     def __init__(
-        self, limits: Limits, *, max_waiting_requests: int, max_waiting_tokens: int
+        self,
+        limits: Limits,
+        *,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+        draft_policy: DraftPolicy | None = None,
+        single_program: bool = False,
     ) -> None:
         """Starts empty.
 
@@ -103,19 +101,17 @@ class Scheduler:
           max_waiting_requests: requests that may wait, at least 1.
           max_waiting_tokens: prompt tokens that may wait, at least 1. An empty queue takes any
             prompt that fits the limits, or one longer than this could never be served.
+          draft_policy: chooses the draft caps, up to the default, of requests that name none;
+            None: they get the default.
+          single_program: every decode call runs the program of the full draft length.
 
         Raises:
           ValueError: a bound is below 1.
         """
-        if max_waiting_requests < 1:
-            raise ValueError(f"max_waiting_requests is {max_waiting_requests}, must be at least 1")
-        if max_waiting_tokens < 1:
-            raise ValueError(f"max_waiting_tokens is {max_waiting_tokens}, must be at least 1")
         self._limits = limits
-        self._max_waiting_requests = max_waiting_requests
-        self._max_waiting_tokens = max_waiting_tokens
-        self._waiting: dict[int, Request] = {}  # by ticket; a dict keeps the order of arrival
-        self._waiting_tokens = 0
+        self._waiting = WaitingQueue(max_waiting_requests, max_waiting_tokens)
+        self._draft_policy = draft_policy
+        self._single_program = single_program
         self._slots = SlotTable(limits)
         self._pages = PageAllocator(limits.pages)
         self._prefill_turns: deque[int] = deque()
@@ -132,11 +128,16 @@ class Scheduler:
             running=self._slots.count(SlotPhase.RUNNING),
             prefilling=self._slots.count(SlotPhase.PREFILLING),
             waiting=len(self._waiting),
-            waiting_tokens=self._waiting_tokens,
+            waiting_tokens=self._waiting.tokens,
             slots=self._limits.slots,
             pages_used=self._pages.used,
             pages=self._pages.usable,
         )
+
+    @property
+    def draft_cap_default(self) -> int:
+        """The cap of requests that name none, or with a draft policy the most that they get."""
+        return self._draft_cap_default
 
     def set_draft_cap_default(self, draft_cap: int) -> None:
         """Sets the cap of requests that name none; running slots get it with the next plan.
@@ -152,10 +153,16 @@ class Scheduler:
 
     def submit(self, ticket: int, request: Request) -> Refusal | None:
         """Appends a request to the waiting queue, or says why not (and keeps nothing of it)."""
-        refusal = self._refusal_for_ever(request) or self._refusal_for_now(request)
+        return self.submit_all(((ticket, request),))
+
+    def submit_all(self, entries: Sequence[tuple[int, Request]]) -> Refusal | None:
+        """Appends requests, by ticket, that belong together: all, or none and says why not."""
+        requests = [request for _, request in entries]
+        refusals = (*map(self._refusal_for_ever, requests), self._waiting.refusal(requests))
+        refusal = next((refusal for refusal in refusals if refusal is not None), None)
         if refusal is None:
-            self._waiting[ticket] = request
-            self._waiting_tokens += len(request.prompt_ids)
+            for ticket, request in entries:
+                self._waiting.append(ticket, request)
         return refusal
 
     def abort(self, ticket: int) -> int | None:
@@ -165,7 +172,7 @@ class Scheduler:
           The slot that the executor must release, when the request was running; else None. A ticket
           that is not known (any more) is fine.
         """
-        if self._drop_waiting(ticket) is not None:
+        if self._waiting.remove(ticket):
             return None
         slot = self._slots.find(ticket)
         if slot is None:
@@ -178,24 +185,35 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forgets every request (the executor has failed: there is nothing to release)."""
-        for ticket in list(self._waiting):
-            self._drop_waiting(ticket)
+        self._waiting.clear()
         for slot in range(self._limits.slots):
             if self._slots.occupant(slot) is not None:
                 self._free(slot)
 
     def plan(self) -> Plan:
         """Decides what to dispatch now and writes it down as done."""
-        draft_caps = self._changed_draft_caps()
-        inserts = self._admit()
+        admitted, inserts = self._admit()
         prefill = self._next_chunk()
         if prefill is not None:
             inserts += self._insert_if_prefilled(prefill.slot)
         decoding = tuple(self._slots.running())
+        changed = self._set_draft_caps(decoding)
+        inserted = {slot for slot, _ in inserts}
         page_tables: list[tuple[int, ...]] = [()] * self._limits.slots
         for slot, occupant in decoding:
             page_tables[slot] = occupant.page_ids
-        return Plan(draft_caps, prefill, tuple(inserts), decoding, tuple(page_tables))
+        caps = [occupant.draft_cap for _, occupant in decoding]
+        return Plan(
+            admitted=tuple(admitted),
+            draft_caps=tuple((slot, cap) for slot, cap in changed if slot not in inserted),
+            prefill=prefill,
+            inserts=tuple(inserts),
+            decoding=decoding,
+            page_tables=tuple(page_tables),
+            draft_length=self._limits.draft_length
+            if self._single_program
+            else max(caps, default=0),
+        )
 
     def record(
         self, decoding: Sequence[tuple[int, Occupant]], results: Sequence[SlotRounds]
@@ -212,12 +230,19 @@ class Scheduler:
             if self._slots.occupant(slot) is not occupant:
                 continue
             chunk = occupant.record(results[slot])
+            if self._draft_policy is not None:
+                self._draft_policy.observe(occupant.ticket, results[slot])
             if chunk.finish is not FinishReason.NONE:
                 # The device froze the slot by itself, and a call in flight does nothing in it:
                 # whatever is dispatched from now on runs after that call.
                 self._free(slot)
             deliveries.append(Delivery(occupant.ticket, chunk))
         return deliveries
+
+    def observe_call(self, draft_cap: int, running: int, seconds: float) -> None:
+        """Takes in how long a decode call took, given its largest draft cap and its slots."""
+        if self._draft_policy is not None:
+            self._draft_policy.observe_call(draft_cap, running, seconds)
 
     def check_integrity(self) -> None:
         """Proves that queue, slots and pages fit together.
@@ -227,13 +252,11 @@ class Scheduler:
         """
         self._pages.check_integrity()
         self._slots.check_integrity()
+        self._waiting.check_integrity()
         held = [o for i in range(self._limits.slots) if (o := self._slots.occupant(i)) is not None]
         pages = sum(len(occupant.page_ids) for occupant in held)
         if pages != self._pages.used:
             raise RuntimeError(f"{pages} pages in slots != {self._pages.used} pages allocated")
-        tokens = sum(len(request.prompt_ids) for request in self._waiting.values())
-        if tokens != self._waiting_tokens:
-            raise RuntimeError(f"{tokens} prompt tokens wait != {self._waiting_tokens} counted")
         slots = range(self._limits.slots)
         prefilling = [i for i in slots if self._slots.phase(i) is SlotPhase.PREFILLING]
         if sorted(self._prefill_turns) != prefilling:
@@ -272,42 +295,35 @@ class Scheduler:
             return Refusal("max_tokens", request.max_tokens, room - prompt, queue_full=False)
         return Refusal("prompt_ids", prompt, max(room - 1, 0), queue_full=False)
 
-    def _refusal_for_now(self, request: Request) -> Refusal | None:
-        requests = len(self._waiting) + 1
-        if requests > self._max_waiting_requests:
-            return Refusal("requests", requests, self._max_waiting_requests, queue_full=True)
-        tokens = self._waiting_tokens + len(request.prompt_ids)
-        if self._waiting and tokens > self._max_waiting_tokens:
-            return Refusal("tokens", tokens, self._max_waiting_tokens, queue_full=True)
-        return None
-
-    def _drop_waiting(self, ticket: int) -> Request | None:
-        request = self._waiting.pop(ticket, None)
-        if request is not None:
-            self._waiting_tokens -= len(request.prompt_ids)
-        return request
-
     def _free(self, slot: int) -> Occupant:
         occupant = self._slots.release(slot)
         self._pages.free(occupant.page_ids)
+        if self._draft_policy is not None:
+            self._draft_policy.forget(occupant.ticket)
         if slot in self._prefill_turns:
             self._prefill_turns.remove(slot)
         return occupant
 
-    def _admit(self) -> list[tuple[int, Occupant]]:
-        """Gives slots to waiting requests; returns those that need no prefill, to be inserted."""
+    def _admit(self) -> tuple[list[int], list[tuple[int, Occupant]]]:
+        """Gives slots to waiting requests.
+
+        Returns:
+          Their tickets, and what of them needs no prefill, to be inserted.
+        """
+        admitted: list[int] = []
         inserts: list[tuple[int, Occupant]] = []
-        while self._waiting and (slot := self._slots.first_free()) is not None:
-            ticket, request = next(iter(self._waiting.items()))
+        while (head := self._waiting.head()) and (slot := self._slots.first_free()) is not None:
+            ticket, request = head
             pages = -(-self._positions(request) // self._limits.page_size)
             page_ids = self._pages.allocate(pages)
             if page_ids is None:  # the head waits for pages, and everybody waits behind it
                 break
-            self._drop_waiting(ticket)
+            self._waiting.remove(ticket)
             self._slots.admit(slot, ticket, request, page_ids)
             self._prefill_turns.append(slot)
+            admitted.append(ticket)
             inserts += self._insert_if_prefilled(slot)
-        return inserts
+        return admitted, inserts
 
     def _next_chunk(self) -> PrefillChunk | None:
         if not self._prefill_turns:
@@ -327,19 +343,23 @@ class Scheduler:
             return []
         self._prefill_turns.remove(slot)
         occupant.running = True
-        occupant.draft_cap = self._wanted_draft_cap(occupant.request)
         return [(slot, occupant)]
 
-    def _wanted_draft_cap(self, request: Request) -> int:
-        asked = request.max_draft_tokens
-        cap = self._draft_cap_default if asked is None else asked
-        return min(cap, self._limits.draft_length)
-
-    def _changed_draft_caps(self) -> tuple[tuple[int, int], ...]:
+    def _set_draft_caps(self, running: Sequence[tuple[int, Occupant]]) -> list[tuple[int, int]]:
+        """Gives each running slot its draft cap; returns (slot, cap) of those that have changed."""
+        default, most = self._draft_cap_default, self._limits.draft_length
+        named = [
+            None if (cap := occupant.request.max_draft_tokens) is None else min(cap, most)
+            for _, occupant in running
+        ]
+        if self._draft_policy is None:
+            caps = [default if cap is None else cap for cap in named]
+        else:
+            tickets = [occupant.ticket for _, occupant in running]
+            caps = self._draft_policy.caps(list(zip(tickets, named, strict=True)), default)
         changed: list[tuple[int, int]] = []
-        for slot, occupant in self._slots.running():
-            wanted = self._wanted_draft_cap(occupant.request)
-            if wanted != occupant.draft_cap:
-                occupant.draft_cap = wanted
-                changed.append((slot, wanted))
-        return tuple(changed)
+        for (slot, occupant), cap in zip(running, caps, strict=True):
+            if cap != occupant.draft_cap:
+                occupant.draft_cap = cap
+                changed.append((slot, cap))
+        return changed

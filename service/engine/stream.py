@@ -1,9 +1,10 @@
-"""The reply of one request, as its reader sees it: a buffer into which chunks merge."""
+"""Replies as their reader sees them: buffers into which chunks merge."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from service.engine.types import FinishReason, Request, SpeculationStats, TokenChunk
 
@@ -18,17 +19,27 @@ class TokenStream:
     """
 
     def __init__(
-        self, request: Request, on_abort: Callable[[TokenStream, FinishReason], None]
+        self,
+        ticket: int,
+        request: Request,
+        on_abort: Callable[[TokenStream, FinishReason], None],
+        arrived: asyncio.Event,
     ) -> None:
         """Made by `Engine.submit`.
 
         Args:
+          ticket: the number of the request in the engine.
           request: whose reply it is.
           on_abort: called by `abort`, whatever has become of the request by then.
+          arrived: set whenever something arrives; streams that are read together share it.
         """
+        self.ticket = ticket
         self.request = request
+        self.submitted_at = time.monotonic()
+        self.admitted_at: float | None = None
+        """When the request got its slot, on the clock of `time.monotonic`; None while it waits."""
         self._on_abort = on_abort
-        self._arrived = asyncio.Event()
+        self._arrived = arrived
         self._token_ids: list[int] = []
         self._drafted: list[bool] = []
         self._finish = FinishReason.NONE
@@ -54,11 +65,9 @@ class TokenStream:
           EngineFailedError: the executor raised.
         """
         while not self._ended:
-            if self._token_ids or self._finish is not FinishReason.NONE:
-                return self._take()
-            if self._error is not None:
-                self._ended = True
-                raise self._error
+            if (chunk := self.take()) is not None:
+                return chunk
+            self.raise_error()
             self._arrived.clear()
             await self._arrived.wait()
         raise StopAsyncIteration
@@ -95,7 +104,21 @@ class TokenStream:
         self._error = error
         self._arrived.set()
 
-    def _take(self) -> TokenChunk:
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to take, now or later."""
+        return self._ended
+
+    def raise_error(self) -> None:
+        """Raises what the stream ended with, if that was an error."""
+        if self._error is not None and not self._ended:
+            self._ended = True
+            raise self._error
+
+    def take(self) -> TokenChunk | None:
+        """Takes all tokens that have arrived; None if none have."""
+        if self._ended or not (self._token_ids or self._finish is not FinishReason.NONE):
+            return None
         chunk = TokenChunk(
             tuple(self._token_ids), tuple(self._drafted), self._finish, self._speculation
         )
@@ -103,3 +126,54 @@ class TokenStream:
         self._drafted.clear()
         self._ended = self._finish is not FinishReason.NONE
         return chunk
+
+
+class ChoiceStreams:
+    """The streams of one client call, one per choice, read as one; for one reader.
+
+    Leaving early must abort them: use `with streams:`.
+    """
+
+    def __init__(self, streams: Sequence[TokenStream], arrived: asyncio.Event) -> None:
+        """Made by `Engine.submit_choices`.
+
+        Args:
+          streams: by choice.
+          arrived: the event that they share.
+        """
+        self.streams = tuple(streams)
+        self._arrived = arrived
+        self._first = 0
+
+    def __aiter__(self) -> ChoiceStreams:
+        return self
+
+    async def __anext__(self) -> tuple[int, TokenChunk]:
+        """Waits for tokens of any choice and takes all that have arrived for it, choices in turn.
+
+        Returns:
+          The choice's index and its tokens.
+
+        Raises:
+          StopAsyncIteration: the last chunk of every choice was taken, or the reader aborted it.
+          EngineError: see `TokenStream.__anext__`; everything that arrived before was taken.
+        """
+        while True:
+            for step in range(len(self.streams)):
+                index = (self._first + step) % len(self.streams)
+                if (chunk := self.streams[index].take()) is not None:
+                    self._first = index + 1
+                    return index, chunk
+            for stream in self.streams:
+                stream.raise_error()
+            if all(stream.ended for stream in self.streams):
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def __enter__(self) -> ChoiceStreams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.streams:
+            stream.abort()

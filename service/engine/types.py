@@ -52,9 +52,10 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One client call, validated and tokenised."""
+    """One client call, validated and tokenised; or one choice of a call that asks for several."""
 
     request_id: str
+    """Choices of one call share it."""
     prompt_ids: tuple[int, ...]
     """At least one id; prompt length plus one must not exceed `Limits.max_context`."""
     max_tokens: int
@@ -66,8 +67,10 @@ class Request:
     """Ids that end the request with STOP. At most `Limits.max_stop_ids` with `end_ids` together."""
     min_tokens: int = 0
     """End and stop ids are barred until this many tokens are emitted."""
+    logprobs: bool = False
+    """Whether the log-probability of each emitted token is wanted."""
     max_draft_tokens: int | None = None
-    """Cap of the draft length for this request; 0 is off; None leaves it to the server."""
+    """Draft cap for this request; 0 is off; None leaves it to the server."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,6 +147,9 @@ class SlotRounds:
     """Draft tokens emitted in each round: the first `accepted` ids of the round were drafts."""
     finish: FinishReason
     """NONE, or why the slot ended inside this call."""
+    logprobs: Sequence[Sequence[float]] = ()
+    """Log-probabilities of the emitted ids, of the model itself: before bias, penalties and
+    temperature. Void unless the request asked for them."""
 
 
 class DecodeHandle(Protocol):
@@ -194,12 +200,19 @@ class Executor(Protocol):
         """Changes how many draft tokens a running slot verifies per round, 0 .. draft_length."""
         ...
 
-    def decode(self, page_tables: Sequence[Sequence[int]]) -> DecodeHandle:
+    def decode(self, page_tables: Sequence[Sequence[int]], draft_length: int) -> DecodeHandle:
         """Dispatches one decode call over all slots.
+
+        There is a program for each draft length: a shorter one costs less, and calls of different
+        ones may follow each other.
 
         Args:
           page_tables: one list of page ids per slot (empty for a free slot). For a running slot it
-            covers every position this call can write: position + tokens_per_call + draft_length.
+            covers every position that any call can write: position + tokens_per_call +
+            `Limits.draft_length`.
+          draft_length: which program runs, 0 .. `Limits.draft_length`. No slot verifies more draft
+            tokens in a round of this call, or drafts more for the next round, whatever its cap;
+            what an earlier call drafted beyond that is dropped unverified.
         """
         ...
 

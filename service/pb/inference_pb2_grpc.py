@@ -59,8 +59,8 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams a reply: one Started, any number of Delta, one Finished, then status OK. Cancelling the
-        call, losing the connection or passing the deadline frees the slot.
+        """Streams a reply: one Started, any number of Delta, one Finished for each choice, then status OK.
+        Cancelling the call, losing the connection or passing the deadline frees the slots.
 
         Errors: INVALID_ARGUMENT (BadRequest lists every bad field), ALREADY_EXISTS (request_id is
         running), RESOURCE_EXHAUSTED (waiting queue is full; RetryInfo), UNAVAILABLE (warming up or
@@ -83,8 +83,9 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a waiting or running request by its id, from any connection. Its stream closes with Finished
-        (reason CANCELLED) and what was generated so far. Idempotent: unknown ids are no error.
+        """Ends a waiting or running request by its id, from any connection, with all its choices. Its stream
+        closes with Finished (reason CANCELLED) and what was generated so far; choices that had ended stay
+        as they are. Idempotent: unknown ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

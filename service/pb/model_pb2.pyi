@@ -41,7 +41,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., slots: _Optional[int] = ..., draft_length: _Optional[int] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_prompt_bytes", "max_text_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_waiting_requests")
+    __slots__ = ("max_message_bytes", "max_prompt_bytes", "max_text_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_waiting_requests", "max_logit_bias", "max_choices")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,8 @@ class ModelLimits(_message.Message):
     MAX_STOP_STRING_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_prompt_bytes: int
     max_text_bytes: int
@@ -56,14 +58,38 @@ class ModelLimits(_message.Message):
     max_stop_string_bytes: int
     max_stop_token_ids: int
     max_waiting_requests: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ...) -> None: ...
+    max_logit_bias: int
+    max_choices: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_prompt_bytes: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_waiting_requests: _Optional[int] = ..., max_logit_bias: _Optional[int] = ..., max_choices: _Optional[int] = ...) -> None: ...
 
 class ModelDefaults(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "max_draft_tokens")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ...) -> None: ...
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    max_draft_tokens: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class UpdateSpeculationRequest(_message.Message):
+    __slots__ = ("max_draft_tokens",)
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_draft_tokens: int
+    def __init__(self, max_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class UpdateSpeculationResponse(_message.Message):
+    __slots__ = ("max_draft_tokens",)
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_draft_tokens: int
+    def __init__(self, max_draft_tokens: _Optional[int] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Facts about the served model.
+    """Facts about the served model, and what of it can be changed while it serves.
     """
 
     def __init__(self, channel):
@@ -40,16 +40,33 @@ class ModelServiceStub:
                 request_serializer=service_dot_pb_dot_model__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=service_dot_pb_dot_model__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.UpdateSpeculation = channel.unary_unary(
+                '/tandem.v1.ModelService/UpdateSpeculation',
+                request_serializer=service_dot_pb_dot_model__pb2.UpdateSpeculationRequest.SerializeToString,
+                response_deserializer=service_dot_pb_dot_model__pb2.UpdateSpeculationResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
-    """Facts about the served model.
+    """Facts about the served model, and what of it can be changed while it serves.
     """
 
     def GetModel(self, request, context):
         """Describes the served model, its limits and its defaults.
 
         Errors: UNAVAILABLE (the checkpoint is still being loaded; RetryInfo).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateSpeculation(self, request, context):
+        """Changes how requests are drafted that do not say so themselves (Speculation.max_draft_tokens).
+        Running requests follow with the next decode call; nothing is compiled, no request waits, and no
+        reply changes.
+
+        Errors: INVALID_ARGUMENT (out of range), UNAVAILABLE (the checkpoint is still being loaded;
+        RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +80,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     request_deserializer=service_dot_pb_dot_model__pb2.GetModelRequest.FromString,
                     response_serializer=service_dot_pb_dot_model__pb2.GetModelResponse.SerializeToString,
             ),
+            'UpdateSpeculation': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSpeculation,
+                    request_deserializer=service_dot_pb_dot_model__pb2.UpdateSpeculationRequest.FromString,
+                    response_serializer=service_dot_pb_dot_model__pb2.UpdateSpeculationResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tandem.v1.ModelService', rpc_method_handlers)
@@ -72,7 +94,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Facts about the served model.
+    """Facts about the served model, and what of it can be changed while it serves.
     """
 
     @staticmethod
@@ -92,6 +114,33 @@ class ModelService:
             '/tandem.v1.ModelService/GetModel',
             service_dot_pb_dot_model__pb2.GetModelRequest.SerializeToString,
             service_dot_pb_dot_model__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSpeculation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ModelService/UpdateSpeculation',
+            service_dot_pb_dot_model__pb2.UpdateSpeculationRequest.SerializeToString,
+            service_dot_pb_dot_model__pb2.UpdateSpeculationResponse.FromString,
             options,
             channel_credentials,
             insecure,

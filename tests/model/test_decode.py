@@ -184,6 +184,19 @@ def test_programs_of_all_draft_lengths_may_follow_each_other(driver, temperature
     assert driver.replies[0] == want
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.2, seed=6)])
+def test_logprobs_are_aligned_and_bitwise_equal_at_every_draft_length(driver, sampling):
+    """Case 24: one per token, those of the whole-sequence forward pass, whatever was drafted."""
+    ids = prompt(33, seed=8)
+    request = Request("r", ids, 30, sampling, logprobs=True)
+    replies = [(driver.run(request, cap), driver.logprobs[0]) for cap in CAPS]
+    assert all(reply == replies[0] for reply in replies)
+    reply, logprobs = replies[0]
+    hidden = MODEL(jnp.asarray([[*ids, *reply]]))
+    want = jax.nn.log_softmax(MODEL.logits(hidden), axis=-1)[0, len(ids) - 1 : -1]
+    np.testing.assert_allclose(logprobs, want[jnp.arange(30), jnp.asarray(reply)], atol=1e-4)
+
+
 def test_stop_ids_and_limits_end_a_slot_inside_the_program(driver):
     """Cases 12 and 26, on the device: stop beats length, counts are what was emitted."""
     ids = prompt(30, seed=5)

@@ -70,6 +70,46 @@ async def test_options_reach_the_request(live):
     assert errors.endswith("| STOP\n") or errors.endswith("| END_OF_SEQUENCE\n")
 
 
+async def test_every_sampling_option_reaches_the_engine(live):
+    code, _, errors = await run(
+        "fox",
+        *("--target", live.target, "--min-tokens", "3", "--max-tokens", "5", "--min-p", "0.1"),
+        *("--repetition-penalty", "1.1", "--frequency-penalty", "-0.5", "--seed", "3"),
+        *("--presence-penalty", "1.5", "--logit-bias", "3=-100", "--logit-bias", "4=2.5"),
+    )
+    assert (code, errors[:8]) == (0, "5 tokens")
+    (asked,) = live.executor.inserted
+    assert asked.min_tokens == 3
+    sampling = asked.sampling
+    assert sampling.logit_bias == ((3, -100.0), (4, 2.5))
+    assert sampling.min_p == pytest.approx(0.1)
+    assert sampling.repetition_penalty == pytest.approx(1.1)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 1.5)
+    code, _, errors = await run("fox", "--target", live.target, "--logit-bias", "3")
+    assert code == 2
+    assert errors.endswith("argument --logit-bias: '3' is not id=value\n")
+
+
+async def test_choices_are_printed_one_after_the_other(live):
+    code, out, errors = await run(
+        *("fox", "--target", live.target, "--choices", "3", "--max-tokens", "6", "--receipt")
+    )
+    assert code == 0
+    assert [out.count(f"--- choice {n} ---\n") for n in range(3)] == [1, 1, 1]
+    lines = errors.splitlines()
+    assert sorted(line[:10] for line in lines[:3]) == [f"choice {n} |" for n in range(3)]
+    assert all(" 6 tokens " in line for line in lines[:3])
+    assert len({line.split()[1] for line in lines[3:]}) == 3
+    assert all(line.endswith(" | computed here: equal") for line in lines[3:])
+
+
+async def test_a_receipt_that_does_not_fit_is_an_error(live, monkeypatch):
+    monkeypatch.setattr("service.reply.receipt_digest", lambda *_: "0" * 64)
+    code, _, errors = await run(*("fox", "--target", live.target, "--max-tokens", "2", "--receipt"))
+    assert code == 1
+    assert f"receipt 0 is {'0' * 64}, computed here: " in errors
+
+
 async def test_errors_are_readable(live):
     code, out, errors = await run(
         *("fox", "--target", live.target, "--temperature", "3", "--max-tokens", "0")

@@ -24,6 +24,8 @@ def test_every_setting_has_a_flag(checkpoint):
         rounds_per_call=5,
         prefill_chunk=6,
         dtype="bfloat16",
+        adaptive_drafts=False,
+        strict=True,
         max_waiting_requests=7,
         grace_seconds=0.5,
         log_level="ERROR",
@@ -32,8 +34,14 @@ def test_every_setting_has_a_flag(checkpoint):
     assert all(
         settings[name] != value for name, value in dataclasses.asdict(ServerConfig()).items()
     )
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    flags = [flag(name.replace("_", "-"), value) for name, value in settings.items()]
     assert parse_config(flags) == given
+
+
+def flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ async def test_a_bug_is_internal_and_tells_no_trace(live, monkeypatch, caplog):
     def broken(_):
         raise KeyError("secret")
 
-    monkeypatch.setattr(live.engine, "submit", broken)
+    monkeypatch.setattr(live.engine, "submit_choices", broken)
     failure = await failure_of(live.inference.Complete(message(requestId="mine")))
     assert failure.code is grpc.StatusCode.INTERNAL
     assert "secret" not in f"{failure}"

@@ -38,7 +38,7 @@ def test_stubs_are_current(tmp_path):
 
 def test_scalars_that_change_behaviour_are_optional():
     files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTOR_SET.read_bytes()).file
-    knobs = {"Sampling", "Stopping", "Speculation", "Include"}
+    knobs = {"Sampling", "Stopping", "Speculation", "Include", "UpdateSpeculationRequest"}
     messages = [m for file in files for m in file.message_type if m.name in knobs]
     assert {message.name for message in messages} == knobs
     for message in messages:

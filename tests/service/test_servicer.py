@@ -31,7 +31,7 @@ def joined(stream: list[inference_pb2.GenerateResponse]) -> inference_pb2.Comple
 
 
 def without_timing(response: inference_pb2.CompleteResponse) -> inference_pb2.CompleteResponse:
-    response.finished.usage.ClearField("timing")
+    response.choices[0].finished.usage.ClearField("timing")
     return response
 
 
@@ -68,8 +68,8 @@ async def test_a_stream_is_started_deltas_finished(live, tokenizer, card):
     assert (started.model, started.fingerprint) == (card.name, card.fingerprint)
     assert started.prompt_tokens == len(tokenizer.encode("fox"))
     whole = joined(stream)
-    assert whole.delta.text == TEXT
-    assert list(whole.delta.token_ids) == [*tokenizer.encode(TEXT), *card.end_ids]
+    assert whole.choices[0].delta.text == TEXT
+    assert list(whole.choices[0].delta.token_ids) == [*tokenizer.encode(TEXT), *card.end_ids]
     assert finished.reason == inference_pb2.FINISH_REASON_END_OF_SEQUENCE
     assert finished.stop_token_id == card.end_ids[0]
 
@@ -78,9 +78,9 @@ async def test_usage_equals_what_was_delivered(live):
     for max_tokens in (1, 2, 3, 5, 8, 64):
         request = message(stopping={"maxTokens": max_tokens, "ignoreEos": True}, include=ALL)
         whole = joined(await events(live, request))
-        usage, delta = whole.finished.usage, whole.delta
+        usage, delta = whole.choices[0].finished.usage, whole.choices[0].delta
         assert usage.completion_tokens == len(delta.token_ids) == len(delta.drafted) == max_tokens
-        assert whole.finished.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
+        assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
         speculation = usage.speculation
         assert speculation.num_accepted_draft_tokens == sum(delta.drafted)
         histogram = speculation.acceptance_histogram
@@ -89,13 +89,21 @@ async def test_usage_equals_what_was_delivered(live):
         timing = usage.timing
         assert timing.first_token_duration.ToMicroseconds() > 0
         assert (
-            timing.first_token_duration.ToMicroseconds() <= timing.total_duration.ToMicroseconds()
+            timing.queue_duration.ToMicroseconds()
+            <= timing.first_token_duration.ToMicroseconds()
+            <= timing.total_duration.ToMicroseconds()
         )
 
 
 @pytest.mark.parametrize("stopping", [{}, {"stopStrings": ["own fox"]}, {"maxTokens": 3}])
 async def test_complete_is_the_fold_of_generate(live, stopping):
-    request = message(requestId="scripted", sampling={"seed": 1}, include=ALL, stopping=stopping)
+    request = message(
+        requestId="scripted",
+        sampling={"seed": 1},
+        include=ALL | {"receipt": True},
+        stopping=stopping,
+        speculation={"maxDraftTokens": 2},
+    )
     streamed = joined(await events(live, request))
     unary = await live.inference.Complete(request)
     assert without_timing(unary) == without_timing(streamed)
@@ -112,20 +120,83 @@ async def test_the_seed_in_use_is_told(live):
 async def test_what_is_not_included_is_not_sent(live):
     request = message(requestId="scripted")
     whole = await live.inference.Complete(request)
-    assert whole.delta == inference_pb2.Delta(text=TEXT)
-    assert whole.finished.usage.completion_tokens > 1
+    assert whole.choices[0].delta == inference_pb2.Delta(text=TEXT)
+    assert whole.choices[0].finished.usage.completion_tokens > 1
     request.include.text = False
     stream = await events(live, request)
     assert [event.WhichOneof("kind") for event in stream] == ["started", "finished"]
+
+
+async def test_queue_time_is_told_apart_from_the_rest(checkpoint):
+    executor = FakeExecutor(LIMITS, decode_delay_s=0.02)
+    async with live_server(checkpoint, executor=executor) as live:
+        request = message(stopping={"maxTokens": 30, "ignoreEos": True})
+        calls = [live.inference.Complete(request) for _ in range(3)]
+        timings = [(await call).choices[0].finished.usage.timing for call in calls]
+        queued = sorted(timing.queue_duration.ToMicroseconds() for timing in timings)
+        assert all(timing.HasField("queue_duration") for timing in timings)
+        # Two slots; the third waits for one of them: at least five calls.
+        assert queued[1] < queued[2]
+        assert queued[2] > 60_000
+
+
+async def test_cancelled_while_waiting_it_has_no_queue_time(checkpoint):
+    async with live_server(checkpoint, executor=endless()) as live:
+        running = [live.inference.Generate(message(stopping={"ignoreEos": True})) for _ in "ab"]
+        await until(lambda: live.engine.load().running == 2)
+        call = live.inference.Complete(message(requestId="mine"))
+        await until(lambda: live.engine.load().waiting == 1)
+        assert (await live.inference.Cancel(inference_pb2.CancelRequest(request_id="mine"))).found
+        timing = (await call).choices[0].finished.usage.timing
+        assert timing.HasField("total_duration")
+        assert not timing.HasField("queue_duration")
+        for other in running:
+            other.cancel()
+
+
+@pytest.mark.parametrize("cap", [0, 1, 2])
+async def test_min_tokens_come_before_any_end(live, tokenizer, card, cap):
+    """`scripted` ends after its text; ids that are barred give way to the next one."""
+    length = len(tokenizer.encode(TEXT))
+    for least in (length, length + 1, length + 5):
+        request = message(
+            requestId="scripted",
+            stopping={"minTokens": least, "maxTokens": 60, "stopTokenIds": list(range(350, 353))},
+            speculation={"maxDraftTokens": cap},
+            include=ALL,
+        )
+        whole = await live.inference.Complete(request)
+        token_ids = list(whole.choices[0].delta.token_ids)
+        ends = {*card.end_ids, 350, 351, 352}
+        assert not ends & set(token_ids[:least])
+        assert len(token_ids) >= least
+        if least == length:
+            assert token_ids[-1] in card.end_ids
+    whole = await live.inference.Complete(
+        message(stopping={"minTokens": 5, "maxTokens": 5, "ignoreEos": True})
+    )
+    assert whole.choices[0].finished.usage.completion_tokens == 5
+
+
+async def test_stop_strings_are_not_looked_for_in_the_text_of_min_tokens(live, tokenizer):
+    token_ids = tokenizer.encode(TEXT)
+    stop = {"stopStrings": ["quick", "jumps"]}
+    request = message(requestId="scripted", stopping=stop | {"minTokens": 0})
+    assert (await live.inference.Complete(request)).choices[0].delta.text == "The "
+    least = len(token_ids) - len(tokenizer.encode(" jumps"))
+    request = message(requestId="scripted", stopping=stop | {"minTokens": least})
+    choice = (await live.inference.Complete(request)).choices[0]
+    assert choice.delta.text == "The quick brown fox "
+    assert choice.finished.stop_string == "jumps"
 
 
 async def test_max_draft_tokens_caps_the_rounds(live):
     for cap, drafted in ((0, False), (2, True)):
         request = message(requestId="scripted", speculation={"maxDraftTokens": cap}, include=ALL)
         whole = await live.inference.Complete(request)
-        assert any(whole.delta.drafted) == drafted
-        assert whole.finished.usage.HasField("speculation") == drafted
-        assert whole.delta.text == TEXT
+        assert any(whole.choices[0].delta.drafted) == drafted
+        assert whole.choices[0].finished.usage.HasField("speculation") == drafted
+        assert whole.choices[0].delta.text == TEXT
 
 
 @pytest.mark.parametrize("cap", [0, 1, 2])
@@ -139,20 +210,22 @@ async def test_a_stop_string_ends_the_reply_and_is_never_shown(live, tokenizer, 
     )
     stream = await events(live, request)
     whole = joined(stream)
-    assert whole.delta.text == "The quick br"
-    assert whole.finished.reason == inference_pb2.FINISH_REASON_STOP
-    assert whole.finished.stop_string == "own fox"
-    assert whole.finished.usage.completion_tokens == len(whole.delta.token_ids)
-    assert tokenizer.decode(whole.delta.token_ids).startswith("The quick brown fox")
-    assert not tokenizer.decode(whole.delta.token_ids[:-1]).endswith("own fox")
+    assert whole.choices[0].delta.text == "The quick br"
+    assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_STOP
+    assert whole.choices[0].finished.stop_string == "own fox"
+    assert whole.choices[0].finished.usage.completion_tokens == len(
+        whole.choices[0].delta.token_ids
+    )
+    assert tokenizer.decode(whole.choices[0].delta.token_ids).startswith("The quick brown fox")
+    assert not tokenizer.decode(whole.choices[0].delta.token_ids[:-1]).endswith("own fox")
     await settled(live)
 
 
 async def test_a_stop_string_that_never_completes_holds_nothing_back(live):
     stopping = {"stopStrings": ["own foxy", "jumps!"]}
     whole = await live.inference.Complete(message(requestId="scripted", stopping=stopping))
-    assert whole.delta.text == TEXT
-    assert whole.finished.reason == inference_pb2.FINISH_REASON_END_OF_SEQUENCE
+    assert whole.choices[0].delta.text == TEXT
+    assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_END_OF_SEQUENCE
 
 
 async def test_a_stop_id_is_delivered_without_its_text(live, tokenizer):
@@ -161,25 +234,25 @@ async def test_a_stop_id_is_delivered_without_its_text(live, tokenizer):
     shown = token_ids[: token_ids.index(stop_id)]
     request = message(requestId="scripted", stopping={"stopTokenIds": [stop_id]}, include=ALL)
     whole = await live.inference.Complete(request)
-    assert whole.finished.reason == inference_pb2.FINISH_REASON_STOP
-    assert whole.finished.stop_token_id == stop_id
-    assert tuple(whole.delta.token_ids) == (*shown, stop_id)
-    assert whole.delta.text == tokenizer.decode(shown)
+    assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_STOP
+    assert whole.choices[0].finished.stop_token_id == stop_id
+    assert tuple(whole.choices[0].delta.token_ids) == (*shown, stop_id)
+    assert whole.choices[0].delta.text == tokenizer.decode(shown)
 
 
 async def test_ignore_eos_goes_on_to_the_budget(live):
     stopping = {"ignoreEos": True, "maxTokens": 50}
     whole = await live.inference.Complete(message(requestId="scripted", stopping=stopping))
-    assert whole.finished.usage.completion_tokens == 50
-    assert whole.finished.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
+    assert whole.choices[0].finished.usage.completion_tokens == 50
+    assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
 
 
 async def test_an_unset_budget_reaches_the_end_of_the_context(live, tokenizer):
     stopping = {"ignoreEos": True}
     whole = await live.inference.Complete(message(stopping=stopping))
     prompt_tokens = len(tokenizer.encode("fox"))
-    assert whole.finished.reason == inference_pb2.FINISH_REASON_CONTEXT_LENGTH
-    assert whole.finished.usage.completion_tokens == LIMITS.max_context - prompt_tokens
+    assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_CONTEXT_LENGTH
+    assert whole.choices[0].finished.usage.completion_tokens == LIMITS.max_context - prompt_tokens
 
 
 async def test_a_character_is_never_split(checkpoint, tokenizer):
@@ -188,10 +261,10 @@ async def test_a_character_is_never_split(checkpoint, tokenizer):
     async with live_server(checkpoint, replies=script) as live:
         stopping = {"maxTokens": len(script["scripted"])}
         stream = await events(live, message(requestId="scripted", stopping=stopping))
-        assert joined(stream).delta.text == text
+        assert joined(stream).choices[0].delta.text == text
         stopping["maxTokens"] = 2  # inside the first character
         whole = await live.inference.Complete(message(requestId="scripted", stopping=stopping))
-        assert whole.delta.text == tokenizer.decode(script["scripted"][:2]) == "\ufffd"
+        assert whole.choices[0].delta.text == tokenizer.decode(script["scripted"][:2]) == "\ufffd"
 
 
 async def test_a_slow_reader_gets_everything(live):
@@ -200,7 +273,11 @@ async def test_a_slow_reader_gets_everything(live):
     async for event in call:
         await asyncio.sleep(0.01)
         fold(whole, event)
-    assert len(whole.delta.token_ids) == whole.finished.usage.completion_tokens > 200
+    assert (
+        len(whole.choices[0].delta.token_ids)
+        == whole.choices[0].finished.usage.completion_tokens
+        > 200
+    )
 
 
 @pytest.mark.parametrize("tokens_first", [0, 1, 4])
@@ -222,7 +299,7 @@ async def test_cancelling_at_any_time_leaves_nothing_behind(checkpoint):
             call.cancel()
         await settled(live)
         whole = await live.inference.Complete(message(stopping={"maxTokens": 3}))
-        assert whole.finished.usage.completion_tokens == 3
+        assert whole.choices[0].finished.usage.completion_tokens == 3
 
 
 async def test_cancelling_a_waiting_call_frees_its_place(checkpoint):
@@ -275,8 +352,12 @@ async def test_cancel_ends_a_stream_with_what_was_generated(checkpoint):
         assert (await live.inference.Cancel(cancel)).found
         stream += await rest_of(call)
         whole = joined(stream)
-        assert whole.finished.reason == inference_pb2.FINISH_REASON_CANCELLED
-        assert whole.finished.usage.completion_tokens == len(whole.delta.token_ids) > 0
+        assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_CANCELLED
+        assert (
+            whole.choices[0].finished.usage.completion_tokens
+            == len(whole.choices[0].delta.token_ids)
+            > 0
+        )
         assert not (await live.inference.Cancel(cancel)).found
         await settled(live)
 
@@ -288,7 +369,7 @@ async def test_cancel_ends_a_unary_call_too(checkpoint):
         await until(lambda: live.engine.load().running)
         assert (await live.inference.Cancel(cancel)).found
         whole = await call
-        assert whole.finished.reason == inference_pb2.FINISH_REASON_CANCELLED
+        assert whole.choices[0].finished.reason == inference_pb2.FINISH_REASON_CANCELLED
 
 
 async def test_cancel_shows_what_was_held_back(checkpoint, tokenizer):
@@ -303,7 +384,11 @@ async def test_cancel_shows_what_was_held_back(checkpoint, tokenizer):
         assert (await live.inference.Cancel(inference_pb2.CancelRequest(request_id="mine"))).found
         executor.allow(100)
         stream += await rest_of(call)
-        assert joined(stream).delta.text == tokenizer.decode(stream[1].delta.token_ids) != ""
+        assert (
+            joined(stream).choices[0].delta.text
+            == tokenizer.decode(stream[1].delta.token_ids)
+            != ""
+        )
         await settled(live)
 
 
@@ -338,3 +423,7 @@ async def test_get_model(live, card):
     assert model.limits.max_waiting_requests == 256
     defaults = model.defaults
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.5, 20, 0.75)
+    assert (defaults.min_p, defaults.repetition_penalty) == (0, 1)
+    assert (defaults.frequency_penalty, defaults.presence_penalty) == (0, 0)
+    assert defaults.max_draft_tokens == 2
+    assert (model.limits.max_logit_bias, model.limits.max_choices) == (64, 8)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -19,15 +21,15 @@ from service.engine.errors import (
 )
 from service.engine.loop import EngineState
 from service.engine.stream import TokenStream
-from service.engine.types import FinishReason, Request, TokenChunk
+from service.engine.types import FinishReason, Request, SamplingParams, TokenChunk
 
 Reply = tuple[tuple[int, ...], FinishReason]
 
 
 @contextlib.asynccontextmanager
-async def started(executor: FakeExecutor, **bounds: int) -> AsyncIterator[Engine]:
+async def started(executor: FakeExecutor, **options: Any) -> AsyncIterator[Engine]:
     """A running engine; at the end it must be at rest, with nothing held."""
-    engine = Engine(executor, **bounds)
+    engine = Engine(executor, **options)
     await engine.start()
     try:
         yield engine
@@ -412,10 +414,119 @@ async def test_counters_equal_what_was_delivered():
         assert (counters.aborted, counters.failed) == (0, 0)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("draft_length", [1, 2, 3])
+async def test_figures_equal_what_was_delivered(draft_length: int, adaptive: bool):
+    """Budgets of every size and a stop inside an accepted draft, twelve times over."""
+    limits = small_limits(draft_length=draft_length, max_context=80, pages=1 + 4 * 20)
+    executor = FakeExecutor(limits, accepts=(3, 0, 2, 1))
+    async with started(executor, adaptive_drafts=adaptive) as engine:
+        for repeat in range(12):
+            requests = [ask(i, max_tokens=n) for i, n in enumerate((1, 2, 3, 5, 8, 64))]
+            # The reply to ..., 9 begins 10, 11, 12: the stop id comes as a draft or as a correction.
+            requests.append(Request("stop", (7, 8, 9), 30, stop_ids=(12 + repeat % 4,)))
+            before = dataclasses.replace(engine.counters, draft_length=draft_length)
+            before.accepted_per_position = engine.counters.accepted_per_position.copy()
+            replies = await asyncio.gather(*(read(engine.submit(request)) for request in requests))
+            for request, ((tokens, finish), chunks) in zip(requests, replies, strict=True):
+                assert (tokens, finish) == expected_reply(request, limits)
+                flags = [flag for chunk in chunks for flag in chunk.drafted]
+                stats = chunks[-1].speculation
+                assert len(tokens) == len(flags)
+                assert stats.accepted == sum(flags) <= stats.drafted
+                histogram = stats.acceptance_histogram
+                assert len(histogram) == draft_length + 1
+                assert sum(histogram) == stats.rounds
+                assert sum(n * count for n, count in enumerate(histogram)) == stats.accepted
+                # A round emits its accepted drafts and one more, unless one of them ends the reply.
+                assert len(tokens) - stats.accepted in (stats.rounds, stats.rounds - 1)
+            after, lasts = engine.counters, [chunks[-1].speculation for _, chunks in replies]
+            assert after.generated_tokens - before.generated_tokens == sum(
+                len(tokens) for (tokens, _), _ in replies
+            )
+            for name in ("rounds", "drafted", "accepted"):
+                grown = getattr(after, name) - getattr(before, name)
+                assert grown == sum(getattr(stats, name) for stats in lasts)
+            histograms = [stats.acceptance_histogram for stats in lasts]
+            for position in range(draft_length):
+                grown = (
+                    after.accepted_per_position[position] - before.accepted_per_position[position]
+                )
+                assert grown == sum(sum(counts[position + 1 :]) for counts in histograms)
+
+
+async def test_choices_are_read_as_one_and_share_an_id():
+    executor = FakeExecutor(small_limits(slots=2), seeded=True)
+    async with started(executor) as engine:
+        requests = [Request("r", (1, 2, 3), 9 + n, SamplingParams(seed=n)) for n in range(3)]
+        with engine.submit_choices(requests) as choices:
+            with pytest.raises(DuplicateRequestError):
+                engine.submit(requests[0])
+            tokens: list[list[int]] = [[] for _ in requests]
+            async for index, chunk in choices:
+                tokens[index] += chunk.token_ids
+            assert [tuple(reply) for reply in tokens] == [
+                expected_reply(request, executor.limits, seeded=True)[0] for request in requests
+            ]
+        assert all(stream.admitted_at is not None for stream in choices.streams)
+        assert engine.abort("r") is False
+        engine.submit(requests[0]).abort()  # the id is free again
+
+
+async def test_aborting_one_choice_leaves_the_others():
+    executor = FakeExecutor(small_limits(slots=3), stepped=True)
+    async with started(executor) as engine:
+        with engine.submit_choices([Request("r", (1,), 20)] * 3) as choices:
+            choices.streams[1].abort(FinishReason.STOP)
+            executor.allow(10_000)
+            tokens = [0, 0, 0]
+            async for index, chunk in choices:
+                tokens[index] += len(chunk.token_ids)
+        assert tokens == [20, 0, 20]
+        assert engine.counters.finished[FinishReason.STOP] == 1
+        assert engine.counters.finished[FinishReason.MAX_TOKENS] == 2
+        assert engine.counters.aborted == 0
+
+
+async def test_an_abort_of_choices_comes_after_all_that_had_arrived():
+    executor = FakeExecutor(small_limits(slots=2), stepped=True)
+    async with started(executor) as engine:
+        with engine.submit_choices([Request("r", (1,), 30)] * 3) as choices:
+            executor.allow(2)
+            await until(lambda: len(executor.calls("fetch")) == 3)
+            await asyncio.sleep(0)
+            assert engine.abort("r")
+            executor.allow(10_000)
+            got = [0, 0, 0]
+            with pytest.raises(RequestAbortedError):
+                async for index, chunk in choices:
+                    got[index] += len(chunk.token_ids)
+        assert got[0] == got[1] == engine.counters.generated_tokens / 2 > 0
+        assert got[2] == 0
+        assert choices.streams[2].admitted_at is None  # it was waiting
+        assert engine.counters.aborted == 3
+
+
+async def test_the_time_of_admission_is_told():
+    executor = FakeExecutor(small_limits(slots=1), stepped=True)
+    async with started(executor) as engine:
+        first, second = engine.submit(ask(0)), engine.submit(ask(1))
+        await until(lambda: first.admitted_at is not None)
+        assert second.admitted_at is None
+        executor.allow(10_000)
+        await read(first)
+        await read(second)
+        assert first.admitted_at is not None
+        assert second.admitted_at is not None
+        assert first.submitted_at <= first.admitted_at < second.admitted_at
+
+
 async def test_the_default_draft_cap_reaches_running_requests_that_named_none():
     executor = FakeExecutor(stepped=True, accepts=(2,))
     async with started(executor) as engine:
+        assert engine.draft_cap_default == 2
         engine.set_draft_cap_default(1)
+        assert engine.draft_cap_default == 1
         free = engine.submit(Request("free", (1,), 50))
         fixed = engine.submit(Request("fixed", (1,), 50, max_draft_tokens=2))
         await until(lambda: len(executor.calls("fetch")) == 1)

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import FakeExecutor, expected_reply, small_limits
+from service.engine.draft_policy import DraftPolicy
 from service.engine.errors import EngineUnavailableError, QueueFullError, RequestTooLargeError
 from service.engine.loop import EngineLoop, EngineState
 from service.engine.scheduler import Delivery, Scheduler
@@ -31,13 +33,24 @@ class Replies:
                 self.finish[ticket] = chunk.finish
 
 
-def make(executor: FakeExecutor, replies: Replies, waiting: int = 100) -> EngineLoop:
-    scheduler = Scheduler(executor.limits, max_waiting_requests=waiting, max_waiting_tokens=1000)
+def make(
+    executor: FakeExecutor, replies: Replies, waiting: int = 100, **options: Any
+) -> EngineLoop:
+    scheduler = Scheduler(
+        executor.limits, max_waiting_requests=waiting, max_waiting_tokens=1000, **options
+    )
 
     def fail(error: BaseException) -> None:
         raise error
 
-    loop = EngineLoop(executor, scheduler, deliver=replies, fail=fail, retry_after_s=2.5)
+    loop = EngineLoop(
+        executor,
+        scheduler,
+        admit=lambda tickets, at: None,
+        deliver=replies,
+        fail=fail,
+        retry_after_s=2.5,
+    )
     loop.open()
     return loop
 
@@ -190,27 +203,33 @@ STEP = st.one_of(
     draft_length=st.integers(0, 3),
     rounds=st.integers(1, 3),
     accepts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    adaptive=st.booleans(),
+    single_program=st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=150)
 def test_any_interleaving_gives_each_request_its_own_tokens(
     steps: list[tuple[str, int, int]],
     slots: int,
     draft_length: int,
     rounds: int,
     accepts: list[int],
+    adaptive: bool,
+    single_program: bool,
 ):
     limits: Limits = small_limits(
         slots=slots, draft_length=draft_length, rounds_per_call=rounds, pages=1 + 20
     )
     executor, replies = FakeExecutor(limits, accepts=accepts), Replies()
-    loop = make(executor, replies)
+    policy = DraftPolicy(draft_length) if adaptive else None
+    loop = make(executor, replies, draft_policy=policy, single_program=single_program)
     requests: dict[int, Request] = {}
     aborted: set[int] = set()
     for index, (kind, first, second) in enumerate(steps):
         if kind == "submit":
             prompt = tuple((100 * index + i) % limits.vocab_size for i in range(first))
             stop_ids = ((prompt[-1] + 7) % limits.vocab_size,) if index % 3 == 0 else ()
-            asked = Request(f"r{index}", prompt, second, stop_ids=stop_ids)
+            cap = None if index % 4 else index % 5
+            asked = Request(f"r{index}", prompt, second, stop_ids=stop_ids, max_draft_tokens=cap)
             requests[loop.submit(asked)] = asked
         elif kind == "abort":
             for ticket in {first} & requests.keys():
@@ -232,3 +251,37 @@ def test_any_interleaving_gives_each_request_its_own_tokens(
         else:
             assert (got, replies.finish[ticket]) == (reply, finish)
     assert loop.load().pages_used == 0
+    assert not single_program or set(executor.draft_lengths) <= {draft_length}
+
+
+def test_the_program_is_that_of_the_largest_draft_cap():
+    executor = FakeExecutor()
+    loop = make(executor, Replies())
+    loop.submit(Request("off", (1,), 60, max_draft_tokens=0))
+    loop.step()
+    one = loop.submit(Request("one", (1,), 60, max_draft_tokens=1))
+    loop.step()
+    loop.submit(Request("free", (1,), 60))
+    loop.step()
+    loop.set_draft_cap_default(0)
+    loop.step()
+    loop.abort(one)
+    loop.step()
+    assert executor.draft_lengths == [0, 1, 2, 1, 0]
+    run_until_idle(loop)
+
+
+def test_choices_are_taken_together_or_not_at_all():
+    executor, replies = FakeExecutor(small_limits(slots=1)), Replies()
+    loop = make(executor, replies, waiting=3)
+    choice = Request("a", (1, 2), 4)
+    with pytest.raises(RequestTooLargeError, match=r"choices is 4, and .* at most 3"):
+        loop.submit_all((choice,) * 4)
+    with pytest.raises(RequestTooLargeError, match="prompt_ids is 64"):
+        loop.submit_all((choice, Request("a", (1,) * 64, 4)))
+    tickets = loop.submit_all((choice,) * 2)
+    with pytest.raises(QueueFullError, match="4 requests would exceed 3"):
+        loop.submit_all((choice,) * 2)
+    assert loop.load().waiting == 2
+    run_until_idle(loop)
+    assert [tuple(replies.tokens[ticket]) for ticket in tickets] == [(3, 4, 5, 6)] * 2

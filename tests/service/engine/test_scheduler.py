@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import FakeExecutor, small_limits
-from service.engine.scheduler import Plan, Refusal, Scheduler
+from service.engine.scheduler import Plan, Scheduler
 from service.engine.types import Limits, Request, SamplingParams
+from service.engine.waiting import Refusal
 
 LIMITS = small_limits()
 SLACK = 2 * LIMITS.tokens_per_call + LIMITS.draft_length
@@ -39,7 +40,8 @@ class Device:
         for slot, occupant in plan.inserts:
             executor.insert(slot, occupant.request, occupant.draft_cap)
         if plan.decoding:
-            call = (executor.decode(plan.page_tables), plan.decoding)
+            handle = executor.decode(plan.page_tables, plan.draft_length)
+            call = (handle, plan.decoding)
         previous, self.in_flight = self.in_flight, call
         deliveries = []
         if previous is not None:
@@ -160,7 +162,7 @@ def test_results_of_a_slot_that_changed_hands_are_dropped():
     plan = scheduler.plan()
     results = device.executor
     results.insert(0, same, 0)
-    rounds = results.decode([*plan.page_tables, (), (), ()]).fetch()
+    rounds = results.decode([*plan.page_tables, (), (), ()], plan.draft_length).fetch()
     scheduler.abort(0)
     scheduler.submit(1, same)
     scheduler.plan()
@@ -195,7 +197,7 @@ def test_a_queue_without_room_is_refused(bounds: tuple[int, int]):
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda s: setattr(s, "_waiting_tokens", 9), "4 prompt tokens wait != 9 counted"),
+        (lambda s: setattr(s._waiting, "_tokens", 9), "4 prompt tokens wait != 9 counted"),
         (lambda s: s._prefill_turns.clear(), r"prefill turns \[\] != prefilling slots \[0\]"),
         (lambda s: s._pages.allocate(1), "pages in slots != "),
         (lambda s: s._pages._free.pop(), "free pages .* != 48 usable pages"),

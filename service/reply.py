@@ -1,0 +1,227 @@
+"""From the engine's chunks to the messages of one reply, choice by choice."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from service.engine.stream import TokenStream
+from service.engine.types import FinishReason, SpeculationStats, TokenChunk
+from service.model_card import ModelCard
+from service.pb import inference_pb2
+from service.receipt import ALGORITHM, receipt_digest
+from service.text.detokenizer import Detokenizer
+from service.text.stopping import StopMatcher
+from service.text.tokenizer import Tokenizer
+from service.translation import duration, sampling_message, speculation_usage
+from service.validation import AcceptedRequest
+
+REASONS = {
+    FinishReason.END_OF_SEQUENCE: inference_pb2.FINISH_REASON_END_OF_SEQUENCE,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.MAX_TOKENS: inference_pb2.FINISH_REASON_MAX_TOKENS,
+    FinishReason.CONTEXT_LENGTH: inference_pb2.FINISH_REASON_CONTEXT_LENGTH,
+}
+
+
+class Reply:
+    """The messages of one reply, numbered in the order in which they are asked for.
+
+    `started` once, then `push` for each chunk until every choice has ended, or `cancel`.
+    """
+
+    def __init__(
+        self,
+        accepted: AcceptedRequest,
+        streams: Sequence[TokenStream],
+        tokenizer: Tokenizer,
+        card: ModelCard,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the reply.
+
+        Args:
+          accepted: what was asked for.
+          streams: one per choice; only their times are read here.
+          tokenizer: of the served model.
+          card: of the served model.
+          clock: seconds, the one that the streams' times are on.
+        """
+        self._accepted = accepted
+        self._card = card
+        self._choices = [
+            ChoiceReply(index, accepted, stream, tokenizer, card.fingerprint, clock)
+            for index, stream in enumerate(streams)
+        ]
+        self._sequence = 0
+
+    def started(self) -> inference_pb2.GenerateResponse:
+        """Returns the first message."""
+        request = self._accepted.choices[0]
+        started = inference_pb2.Started(
+            request_id=request.request_id,
+            model=self._card.name,
+            fingerprint=self._card.fingerprint,
+            seed=request.sampling.seed,
+            prompt_tokens=len(request.prompt_ids),
+        )
+        return self._number(inference_pb2.GenerateResponse(started=started))
+
+    def push(self, index: int, chunk: TokenChunk) -> list[inference_pb2.GenerateResponse]:
+        """Adds a chunk of a choice; returns what of it can be shown, and the end if it is that."""
+        choice = self._choices[index]
+        return self._messages(choice, choice.push(chunk))
+
+    def cancel(self) -> list[inference_pb2.GenerateResponse]:
+        """Ends the choices that have not ended; returns what was held back, and their ends."""
+        return [
+            message
+            for choice in self._choices
+            if not choice.ended
+            for message in self._messages(choice, choice.cancel())
+        ]
+
+    def ended(self, index: int) -> bool:
+        """Whether a choice is complete: by a stop string, or because the engine ended it."""
+        return self._choices[index].ended
+
+    def _messages(
+        self, choice: "ChoiceReply", delta: inference_pb2.Delta | None
+    ) -> list[inference_pb2.GenerateResponse]:
+        messages: list[inference_pb2.GenerateResponse] = []
+        if delta is not None:
+            messages.append(self._number(inference_pb2.GenerateResponse(delta=delta)))
+        if choice.ended:
+            finished = choice.finished()
+            messages.append(self._number(inference_pb2.GenerateResponse(finished=finished)))
+        return messages
+
+    def _number(self, message: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+        message.sequence = self._sequence
+        self._sequence += 1
+        return message
+
+
+class ChoiceReply:
+    """The pieces and the end of one choice: `push` for each chunk until `ended`, then `finished`."""
+
+    def __init__(
+        self,
+        index: int,
+        accepted: AcceptedRequest,
+        stream: TokenStream,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        clock: Callable[[], float],
+    ) -> None:
+        """Starts with nothing; see `Reply`."""
+        self._accepted = accepted
+        self._request = stream.request
+        self._stream = stream
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop_matcher = StopMatcher(accepted.stop_strings)
+        self._first_token_at: float | None = None
+        self._completion_tokens = 0
+        self._token_ids: list[int] = []  # for the receipt only
+        self._speculation = SpeculationStats()
+        self._finished = inference_pb2.Finished(index=index)
+        self.ended = False
+        """True once a stop string matched or the engine ended the request: nothing may follow."""
+
+    def push(self, chunk: TokenChunk) -> inference_pb2.Delta | None:
+        """Adds a chunk; returns what of it can be shown, or None when that is nothing.
+
+        Tokens behind the one that completes a stop string were never part of the reply.
+        """
+        if chunk.token_ids and self._first_token_at is None:
+            self._first_token_at = self._clock()
+        self._speculation = chunk.speculation
+        text = ""
+        count = 0
+        for token_id in chunk.token_ids:
+            count += 1
+            if count == len(chunk.token_ids) and chunk.finish in (
+                FinishReason.END_OF_SEQUENCE,
+                FinishReason.STOP,
+            ):
+                self._finished.stop_token_id = token_id  # delivered as an id, without its text
+                break
+            piece = self._detokenizer.feed(token_id)
+            too_early = self._completion_tokens + count <= self._request.min_tokens
+            text += piece if too_early else self._show(piece)
+            if self.ended:
+                break
+        if chunk.finish is not FinishReason.NONE and not self.ended:
+            text += self._show(self._detokenizer.flush())
+            self._end(REASONS[chunk.finish])
+            text += self._stop_matcher.flush()
+        self._completion_tokens += count
+        if self._accepted.include_receipt:
+            self._token_ids += chunk.token_ids[:count]
+        return self._delta(text, chunk.token_ids[:count], chunk.drafted[:count])
+
+    def cancel(self) -> inference_pb2.Delta | None:
+        """Ends the choice early; returns what was held back."""
+        text = self._show(self._detokenizer.flush()) + self._stop_matcher.flush()
+        self._end(inference_pb2.FINISH_REASON_CANCELLED)
+        return self._delta(text)
+
+    def finished(self) -> inference_pb2.Finished:
+        """Returns the end."""
+        started_at, usage = self._stream.submitted_at, self._finished.usage
+        usage.prompt_tokens = len(self._request.prompt_ids)
+        usage.completion_tokens = self._completion_tokens
+        if self._speculation.drafted:
+            usage.speculation.CopyFrom(speculation_usage(self._speculation))
+        if self._stream.admitted_at is not None:
+            queued = duration(self._stream.admitted_at - started_at)
+            usage.timing.queue_duration.CopyFrom(queued)
+        if self._first_token_at is not None:
+            waited = duration(self._first_token_at - started_at)
+            usage.timing.first_token_duration.CopyFrom(waited)
+        usage.timing.total_duration.CopyFrom(duration(self._clock() - started_at))
+        cancelled = self._finished.reason == inference_pb2.FINISH_REASON_CANCELLED
+        if self._accepted.include_receipt and not cancelled:
+            self._finished.receipt.CopyFrom(self._receipt())
+        return self._finished
+
+    def _receipt(self) -> inference_pb2.Receipt:
+        sampling, stopping = sampling_message(self._request.sampling), self._accepted.stopping
+        prompt_ids = self._request.prompt_ids
+        return inference_pb2.Receipt(
+            algorithm=ALGORITHM,
+            digest=receipt_digest(
+                self._fingerprint, prompt_ids, sampling, stopping, self._token_ids
+            ),
+            sampling=sampling,
+            stopping=stopping,
+        )
+
+    def _show(self, text: str) -> str:
+        """Passes text through the stop strings; ends the choice when one matches."""
+        if self.ended:
+            return ""
+        released = self._stop_matcher.feed(text)
+        if released.stop_string is not None:
+            self._finished.stop_string = released.stop_string
+            self._end(inference_pb2.FINISH_REASON_STOP)
+        return released.text
+
+    def _end(self, reason: inference_pb2.FinishReason) -> None:
+        if not self.ended:
+            self._finished.reason = reason
+        self.ended = True
+
+    def _delta(
+        self, text: str, token_ids: Sequence[int] = (), drafted: Sequence[bool] = ()
+    ) -> inference_pb2.Delta | None:
+        accepted = self._accepted
+        delta = inference_pb2.Delta(
+            text=text if accepted.include_text else "",
+            token_ids=token_ids if accepted.include_token_ids else (),
+            drafted=drafted if accepted.include_drafted else (),
+        )
+        if not delta.ByteSize():
+            return None
+        delta.index = self._finished.index
+        return delta
