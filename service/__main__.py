@@ -8,6 +8,7 @@ import sys
 from service.config import ServerConfig, parse_config
 from service.engine.types import Executor
 from service.server import run
+from service.text.tokenizer import Tokenizer
 
 
 def load(config: ServerConfig) -> Executor:
@@ -24,6 +25,7 @@ def load(config: ServerConfig) -> Executor:
         rounds_per_call=config.rounds_per_call,
         prefill_chunk=config.prefill_chunk,
         dtype=config.dtype,
+        addressable_tokens=Tokenizer.from_directory(config.checkpoint).vocab_size,
     )
     executor.warm_up()
     return executor
@@ -35,6 +37,8 @@ def main() -> None:
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # It reports at INFO every platform that is not there.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     try:
         code = asyncio.run(run(config, lambda: load(config)))
     except (OSError, RuntimeError, ValueError) as error:

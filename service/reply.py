@@ -158,7 +158,9 @@ class ChoiceReply:
         self._completion_tokens += count
         if self._accepted.include_receipt:
             self._token_ids += chunk.token_ids[:count]
-        return self._delta(text, chunk.token_ids[:count], chunk.drafted[:count])
+        return self._delta(
+            text, chunk.token_ids[:count], chunk.drafted[:count], chunk.logprobs[:count]
+        )
 
     def cancel(self) -> inference_pb2.Delta | None:
         """Ends the choice early; returns what was held back."""
@@ -213,13 +215,18 @@ class ChoiceReply:
         self.ended = True
 
     def _delta(
-        self, text: str, token_ids: Sequence[int] = (), drafted: Sequence[bool] = ()
+        self,
+        text: str,
+        token_ids: Sequence[int] = (),
+        drafted: Sequence[bool] = (),
+        logprobs: Sequence[float] = (),
     ) -> inference_pb2.Delta | None:
         accepted = self._accepted
         delta = inference_pb2.Delta(
             text=text if accepted.include_text else "",
             token_ids=token_ids if accepted.include_token_ids else (),
             drafted=drafted if accepted.include_drafted else (),
+            logprobs=logprobs,  # there are none unless the request asked for them
         )
         if not delta.ByteSize():
             return None

@@ -59,6 +59,7 @@ def fold(response: inference_pb2.CompleteResponse, message: inference_pb2.Genera
             delta.text += message.delta.text
             delta.token_ids.extend(message.delta.token_ids)
             delta.drafted.extend(message.delta.drafted)
+            delta.logprobs.extend(message.delta.logprobs)
         case "finished":
             index = message.finished.index
             choice_of(response, index).finished.CopyFrom(message.finished)

@@ -105,6 +105,7 @@ def accept(
         end_ids=() if stopping.ignore_eos else card.end_ids,
         stop_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
         min_tokens=min(stopping.min_tokens, limits.max_context),
+        logprobs=message.include.logprobs,
         max_draft_tokens=min(max_draft_tokens, limits.draft_length)
         if message.speculation.HasField("max_draft_tokens")
         else None,

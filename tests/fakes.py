@@ -100,6 +100,11 @@ class _Slot:
     draft_cap: int = 0
 
 
+def fake_logprob(token: int) -> float:
+    """What the fake reports for a token: exact in float32."""
+    return -token / 4
+
+
 class FakeExecutor:
     """Implements `Executor`; AssertionError when its contract is broken."""
 
@@ -258,8 +263,14 @@ class FakeExecutor:
             tokens.append(emitted)
             drafted.append(verified)
             accepted.append(agreed)
+        logprobs = [[fake_logprob(token) for token in row] for row in tokens]
         return dataclasses.replace(
-            rounds, tokens=tokens, drafted=drafted, accepted=accepted, finish=finish
+            rounds,
+            tokens=tokens,
+            drafted=drafted,
+            accepted=accepted,
+            finish=finish,
+            logprobs=logprobs,
         )
 
     def _run_round(

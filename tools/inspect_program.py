@@ -39,7 +39,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--max-context", type=int, help="default: the model's maximum")
     parser.add_argument(
-        "--pages", type=int, help="default: enough for one slot of maximum length and 4096 per other"
+        "--pages",
+        type=int,
+        help="default: enough for one slot of maximum length and 4096 per other",
     )
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -77,7 +79,9 @@ def compile_programs(options: argparse.Namespace, dump: pathlib.Path) -> list[di
         rounds=options.rounds,
         max_context=context,
         pages=options.pages
-        or 1 + pages_per_slot + (options.slots - 1) * min(pages_per_slot, 4096 // options.page_size),
+        or 1
+        + pages_per_slot
+        + (options.slots - 1) * min(pages_per_slot, 4096 // options.page_size),
         page_size=options.page_size,
         max_stop_ids=16,
         addressable_tokens=config.vocab_size,
@@ -201,11 +205,15 @@ def table(reports: list[dict[str, Any]], target: str) -> str:
     for key, label in labels.items():
         if key in reports[0]:
             rows.append((label, [show(report[key]) for report in reports]))
-    text = "\n".join(f"{label:<46}" + "".join(f"{cell:>20}" for cell in cells) for label, cells in rows)
+    text = "\n".join(
+        f"{label:<46}" + "".join(f"{cell:>20}" for cell in cells) for label, cells in rows
+    )
     copies = sorted({copy for report in reports for copy in report["large_copies"]})
     text += "".join(f"\n  copy: {copy}" for copy in copies)
     if target in MEMORY_GIB:
-        need = max(report["arguments_bytes"] + report["temporary_bytes"] for report in reports) / GIB
+        need = (
+            max(report["arguments_bytes"] + report["temporary_bytes"] for report in reports) / GIB
+        )
         verdict = "fits in" if need <= MEMORY_GIB[target] else "DOES NOT FIT in"
         text += f"\n{need:.1f} GiB {verdict} the {MEMORY_GIB[target]:.0f} GiB of {target}"
     return text

@@ -62,9 +62,7 @@ def instructions(hlo: str) -> Iterator[Instruction]:
             yield Instruction(name, dtype, tuple(int(d) for d in dims.split(",") if d), opcode)
 
 
-def large_moves(
-    hlo: str, shapes: Iterable[tuple[int, ...]], logits_dim: int
-) -> list[Instruction]:
+def large_moves(hlo: str, shapes: Iterable[tuple[int, ...]], logits_dim: int) -> list[Instruction]:
     """Copies, transposes, concatenations and conversions of a weight or a cache.
 
     Args:

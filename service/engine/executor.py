@@ -231,6 +231,7 @@ def load_executor(
     rounds_per_call: int,
     prefill_chunk: int,
     dtype: str,
+    addressable_tokens: int | None = None,
 ) -> JaxExecutor:
     """Loads a hub directory and builds an executor for it.
 
@@ -243,6 +244,8 @@ def load_executor(
       rounds_per_call: O.
       prefill_chunk: tokens per prefill call.
       dtype: "float32" or "bfloat16", of parameters, keys and values.
+      addressable_tokens: ids from here on name no token and are never chosen; None: all rows of the
+        output head do.
 
     Raises:
       model.checkpoint.CheckpointError: listing all that is wrong with the tensors.
@@ -261,7 +264,7 @@ def load_executor(
         pages=1 + slots * -(-context // page_size),
         page_size=page_size,
         max_stop_ids=MAX_STOP_IDS,
-        addressable_tokens=config.vocab_size,
+        addressable_tokens=min(addressable_tokens or config.vocab_size, config.vocab_size),
     )
     return JaxExecutor(loaded.model, shape, prefill_chunk=prefill_chunk)
 

@@ -59,6 +59,7 @@ class Occupant:
         """
         token_ids: list[int] = []
         from_draft: list[bool] = []
+        logprobs = [value for row in rounds.logprobs for value in row]
         accepted_per_round: Counter[int] = Counter()
         verified = 0
         for tokens, drafted, accepted in zip(
@@ -82,7 +83,13 @@ class Occupant:
             )
         self.emitted += len(token_ids)
         self.speculation = _add_rounds(self.speculation, accepted_per_round, verified)
-        return TokenChunk(tuple(token_ids), tuple(from_draft), rounds.finish, self.speculation)
+        return TokenChunk(
+            tuple(token_ids),
+            tuple(from_draft),
+            rounds.finish,
+            self.speculation,
+            tuple(logprobs) if self.request.logprobs else (),
+        )
 
 
 def _add_rounds(

@@ -42,6 +42,7 @@ class TokenStream:
         self._arrived = arrived
         self._token_ids: list[int] = []
         self._drafted: list[bool] = []
+        self._logprobs: list[float] = []
         self._finish = FinishReason.NONE
         self._speculation = SpeculationStats()
         self._error: Exception | None = None
@@ -83,6 +84,7 @@ class TokenStream:
         self._ended = True
         self._token_ids.clear()
         self._drafted.clear()
+        self._logprobs.clear()
         self._arrived.set()
 
     def __enter__(self) -> TokenStream:
@@ -95,6 +97,7 @@ class TokenStream:
         """Merges a chunk into the buffer (for the engine)."""
         self._token_ids += chunk.token_ids
         self._drafted += chunk.drafted
+        self._logprobs += chunk.logprobs
         self._finish = chunk.finish
         self._speculation = chunk.speculation
         self._arrived.set()
@@ -120,10 +123,15 @@ class TokenStream:
         if self._ended or not (self._token_ids or self._finish is not FinishReason.NONE):
             return None
         chunk = TokenChunk(
-            tuple(self._token_ids), tuple(self._drafted), self._finish, self._speculation
+            tuple(self._token_ids),
+            tuple(self._drafted),
+            self._finish,
+            self._speculation,
+            tuple(self._logprobs),
         )
         self._token_ids.clear()
         self._drafted.clear()
+        self._logprobs.clear()
         self._ended = self._finish is not FinishReason.NONE
         return chunk
 

@@ -97,6 +97,8 @@ class TokenChunk:
     """NONE while the request runs; anything else makes this the last chunk."""
     speculation: SpeculationStats
     """Cumulative over the request."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, if `Request.logprobs`; otherwise empty."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

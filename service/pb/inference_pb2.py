@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservice/pb/inference.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa8\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Stopping\x12+\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculation\x12#\n\x07include\x18\t \x01(\x0b\x32\x12.tandem.v1.Include\x12\x14\n\x07\x63hoices\x18\n \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x0b \x01(\tB\x08\n\x06promptB\n\n\x08_choices\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb6\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penalty\"\xb0\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"A\n\x0bSpeculation\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\x8f\x01\n\x07Include\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x14\n\x07receipt\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x14\n\x07\x64rafted\x18\x08 \x01(\x08H\x03\x88\x01\x01\x42\x07\n\x05_textB\x0c\n\n_token_idsB\n\n\x08_receiptB\n\n\x08_drafted\"\x9f\x01\n\x10GenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x06\n\x04kind\"f\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"H\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x03(\x08\"\xc1\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07receipt\x18\x06 \x01(\x0b\x32\x12.tandem.v1.ReceiptB\x07\n\x05match\"z\n\x07Receipt\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Stopping\"\x8e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationUsage\x12!\n\x06timing\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Timing\"\x85\x01\n\x10SpeculationUsage\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\"\xa7\x01\n\x06Timing\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x10\x43ompleteResponse\x12#\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Started\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Choice\"P\n\x06\x43hoice\x12\x1f\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Delta\x12%\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Finished\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xc5\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x32\xdd\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08\x43omplete\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.CompleteResponse\x12=\n\x06\x43\x61ncel\x12\x18.tandem.v1.CancelRequest\x1a\x19.tandem.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservice/pb/inference.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa8\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Stopping\x12+\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculation\x12#\n\x07include\x18\t \x01(\x0b\x32\x12.tandem.v1.Include\x12\x14\n\x07\x63hoices\x18\n \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x0b \x01(\tB\x08\n\x06promptB\n\n\x08_choices\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb6\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penalty\"\xb0\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"A\n\x0bSpeculation\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\xb3\x01\n\x07Include\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12\x14\n\x07receipt\x18\x07 \x01(\x08H\x03\x88\x01\x01\x12\x14\n\x07\x64rafted\x18\x08 \x01(\x08H\x04\x88\x01\x01\x42\x07\n\x05_textB\x0c\n\n_token_idsB\x0b\n\t_logprobsB\n\n\x08_receiptB\n\n\x08_drafted\"\x9f\x01\n\x10GenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x06\n\x04kind\"f\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"Z\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x0f\n\x07\x64rafted\x18\x05 \x03(\x08\"\xc1\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07receipt\x18\x06 \x01(\x0b\x32\x12.tandem.v1.ReceiptB\x07\n\x05match\"z\n\x07Receipt\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Stopping\"\x8e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationUsage\x12!\n\x06timing\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Timing\"\x85\x01\n\x10SpeculationUsage\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\"\xa7\x01\n\x06Timing\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x10\x43ompleteResponse\x12#\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Started\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Choice\"P\n\x06\x43hoice\x12\x1f\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Delta\x12%\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Finished\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xc5\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x32\xdd\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08\x43omplete\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.CompleteResponse\x12=\n\x06\x43\x61ncel\x12\x18.tandem.v1.CancelRequest\x1a\x19.tandem.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2587
-  _globals['_FINISHREASON']._serialized_end=2784
+  _globals['_FINISHREASON']._serialized_start=2641
+  _globals['_FINISHREASON']._serialized_end=2838
   _globals['_GENERATEREQUEST']._serialized_start=74
   _globals['_GENERATEREQUEST']._serialized_end=370
   _globals['_TOKENIDS']._serialized_start=372
@@ -49,31 +49,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPECULATION']._serialized_start=1017
   _globals['_SPECULATION']._serialized_end=1082
   _globals['_INCLUDE']._serialized_start=1085
-  _globals['_INCLUDE']._serialized_end=1228
-  _globals['_GENERATERESPONSE']._serialized_start=1231
-  _globals['_GENERATERESPONSE']._serialized_end=1390
-  _globals['_STARTED']._serialized_start=1392
-  _globals['_STARTED']._serialized_end=1494
-  _globals['_DELTA']._serialized_start=1496
-  _globals['_DELTA']._serialized_end=1568
-  _globals['_FINISHED']._serialized_start=1571
-  _globals['_FINISHED']._serialized_end=1764
-  _globals['_RECEIPT']._serialized_start=1766
-  _globals['_RECEIPT']._serialized_end=1888
-  _globals['_USAGE']._serialized_start=1891
-  _globals['_USAGE']._serialized_end=2033
-  _globals['_SPECULATIONUSAGE']._serialized_start=2036
-  _globals['_SPECULATIONUSAGE']._serialized_end=2169
-  _globals['_TIMING']._serialized_start=2172
-  _globals['_TIMING']._serialized_end=2339
-  _globals['_COMPLETERESPONSE']._serialized_start=2341
-  _globals['_COMPLETERESPONSE']._serialized_end=2432
-  _globals['_CHOICE']._serialized_start=2434
-  _globals['_CHOICE']._serialized_end=2514
-  _globals['_CANCELREQUEST']._serialized_start=2516
-  _globals['_CANCELREQUEST']._serialized_end=2551
-  _globals['_CANCELRESPONSE']._serialized_start=2553
-  _globals['_CANCELRESPONSE']._serialized_end=2584
-  _globals['_INFERENCESERVICE']._serialized_start=2787
-  _globals['_INFERENCESERVICE']._serialized_end=3008
+  _globals['_INCLUDE']._serialized_end=1264
+  _globals['_GENERATERESPONSE']._serialized_start=1267
+  _globals['_GENERATERESPONSE']._serialized_end=1426
+  _globals['_STARTED']._serialized_start=1428
+  _globals['_STARTED']._serialized_end=1530
+  _globals['_DELTA']._serialized_start=1532
+  _globals['_DELTA']._serialized_end=1622
+  _globals['_FINISHED']._serialized_start=1625
+  _globals['_FINISHED']._serialized_end=1818
+  _globals['_RECEIPT']._serialized_start=1820
+  _globals['_RECEIPT']._serialized_end=1942
+  _globals['_USAGE']._serialized_start=1945
+  _globals['_USAGE']._serialized_end=2087
+  _globals['_SPECULATIONUSAGE']._serialized_start=2090
+  _globals['_SPECULATIONUSAGE']._serialized_end=2223
+  _globals['_TIMING']._serialized_start=2226
+  _globals['_TIMING']._serialized_end=2393
+  _globals['_COMPLETERESPONSE']._serialized_start=2395
+  _globals['_COMPLETERESPONSE']._serialized_end=2486
+  _globals['_CHOICE']._serialized_start=2488
+  _globals['_CHOICE']._serialized_end=2568
+  _globals['_CANCELREQUEST']._serialized_start=2570
+  _globals['_CANCELREQUEST']._serialized_end=2605
+  _globals['_CANCELRESPONSE']._serialized_start=2607
+  _globals['_CANCELRESPONSE']._serialized_end=2638
+  _globals['_INFERENCESERVICE']._serialized_start=2841
+  _globals['_INFERENCESERVICE']._serialized_end=3062
 # @@protoc_insertion_point(module_scope)

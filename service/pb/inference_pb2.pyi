@@ -101,16 +101,18 @@ class Speculation(_message.Message):
     def __init__(self, max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class Include(_message.Message):
-    __slots__ = ("text", "token_ids", "receipt", "drafted")
+    __slots__ = ("text", "token_ids", "logprobs", "receipt", "drafted")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     text: bool
     token_ids: bool
+    logprobs: bool
     receipt: bool
     drafted: bool
-    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., receipt: _Optional[bool] = ..., drafted: _Optional[bool] = ...) -> None: ...
+    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., receipt: _Optional[bool] = ..., drafted: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("sequence", "started", "delta", "finished")
@@ -139,16 +141,18 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "drafted")
+    __slots__ = ("index", "text", "token_ids", "logprobs", "drafted")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
     drafted: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., drafted: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., drafted: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("index", "reason", "stop_string", "stop_token_id", "usage", "receipt")

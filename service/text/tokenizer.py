@@ -53,6 +53,11 @@ class Tokenizer:
             raise FileNotFoundError(f"{path} does not exist")
         return cls(tokenizers.Tokenizer.from_file(str(path)))
 
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id that names a token; the model may have more rows."""
+        return 1 + max(self._backend.get_vocab().values())
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the token ids of a text; control tokens written in it are parsed as such."""
         # The batch form, because it releases the GIL (`encode` does not: 2 MB of text would stop

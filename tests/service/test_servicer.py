@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from fakes import FakeExecutor
+from fakes import FakeExecutor, fake_logprob
 from live_server import LIMITS, live_server, message, rest_of
 from service.pb import inference_pb2, model_pb2, tokenizer_pb2
 from service.translation import fold
@@ -427,3 +427,24 @@ async def test_get_model(live, card):
     assert (defaults.frequency_penalty, defaults.presence_penalty) == (0, 0)
     assert defaults.max_draft_tokens == 2
     assert (model.limits.max_logit_bias, model.limits.max_choices) == (64, 8)
+
+
+async def test_logprobs_are_aligned_with_tokens_and_absent_unless_asked_for(live):
+    asked = message(text=TEXT, stopping={"maxTokens": 9}, include={**ALL, "logprobs": True})
+    whole = joined(await events(live, asked)).choices[0].delta
+    assert list(whole.logprobs) == [fake_logprob(token) for token in whole.token_ids]
+    unary = (await live.inference.Complete(asked)).choices[0].delta
+    assert unary.logprobs == whole.logprobs
+    silent = message(text=TEXT, stopping={"maxTokens": 9}, include=ALL)
+    assert not joined(await events(live, silent)).choices[0].delta.logprobs
+
+
+async def test_logprobs_end_with_the_token_that_completes_a_stop_string(live):
+    request = message(
+        text=TEXT,
+        requestId="scripted",
+        stopping={"stopStrings": ["fox"]},
+        include={**ALL, "logprobs": True},
+    )
+    delta = joined(await events(live, request)).choices[0].delta
+    assert len(delta.logprobs) == len(delta.token_ids) > 0

@@ -1,0 +1,51 @@
+"""What a decode round must read and write: the floor that speeds are held against."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from model.config import ModelConfig
+from model.decoder_layer import DecoderLayer
+from model.transformer import Transformer
+
+
+def round_bytes(config: ModelConfig, streams: int, draft_length: int, item_bytes: int) -> int:
+    """Bytes that one decode round must move; keys, values and activations are left out.
+
+    Every weight in use is read once: dense ones by the verification; of the experts as many distinct
+    ones as `streams * (draft_length + 1)` independent tokens would choose, E (1 - (1 - A / E)^tokens);
+    per draft token the head's layer with the experts of `streams` tokens, and the output head. The
+    recurrent state is read and written once.
+
+    Args:
+      config: the model.
+      streams: running slots.
+      draft_length: draft tokens per round and slot.
+      item_bytes: of a stored weight.
+    """
+    model = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    head = _items(model.embed_tokens if model.lm_head is None else model.lm_head)
+    verified = head
+    for layer in model.layers:
+        verified += _used(layer, config, streams * (draft_length + 1))
+    drafted = 0
+    if model.mtp is not None and draft_length:
+        drafted = _used(model.mtp.layers[0], config, streams) + _items(model.mtp.fc) + head
+    state_items = (
+        config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    )
+    recurrent_layers = sum("linear" in kind for kind in config.layer_types)
+    state_bytes = 2 * 4 * streams * recurrent_layers * state_items
+    return item_bytes * (verified + draft_length * drafted) + state_bytes
+
+
+def _used(layer: DecoderLayer, config: ModelConfig, tokens: int) -> int:
+    """Weights of a layer that `tokens` independent tokens make it read."""
+    experts = _items(layer.mlp.experts)
+    missed = (1 - config.num_experts_per_tok / config.num_experts) ** tokens
+    return _items(layer) - experts + round(experts * (1 - missed))
+
+
+def _items(tree: nnx.Module) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
