@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 comma := ,
 DEV_STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo serve test check format format-check lint types protos goldens train clean
+.PHONY: demo serve test check format format-check lint types protos goldens prove bench-decode train clean
 
 demo: $(VENV)/installed ## start a server on the embedded checkpoint, ask it, print tokens and figures
 	$(BIN)/python tools/client.py --serve --max-tokens 128 $(ARGS) "$(PROMPT)"
@@ -42,6 +42,12 @@ protos: $(DEV_STAMP) ## regenerate service/pb from proto/
 
 goldens: $(VENV)/installed-dev-parity ## record the reference values again, with transformers
 	$(BIN)/python tools/make_goldens.py
+
+prove: $(VENV)/installed ## replies are bitwise the same whatever the drafts, company and load
+	$(BIN)/python tools/prove.py $(ARGS)
+
+bench-decode: $(VENV)/installed ## rounds per second, tokens per second, acceptance by draft length
+	$(BIN)/python tools/bench_decode.py $(ARGS)
 
 train: $(VENV)/installed-train ## train the embedded checkpoint again
 	$(BIN)/python tools/train_demo.py $(ARGS)

@@ -27,7 +27,7 @@ def load(config: ServerConfig) -> Executor:
         dtype=config.dtype,
         addressable_tokens=Tokenizer.from_directory(config.checkpoint).vocab_size,
     )
-    executor.warm_up()
+    executor.warm_up(single_program=config.strict)
     return executor
 
 

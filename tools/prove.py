@@ -1,9 +1,9 @@
-"""Proves that a reply is a function of checkpoint, prompt, parameters and seed, and of nothing else.
+"""Proves that a reply is a function of checkpoint, prompt, parameters and seed, and nothing else.
 
 Starts a server in strict mode, asks for every (prompt, parameters) alone, then again with every draft
 cap, in company, in other orders of arrival, and on a server started anew. Token ids and
-log-probabilities must be the same bit for bit, and so must the receipts. Prints a table of matches; exits non-zero on any
-difference.
+log-probabilities must be the same bit for bit, and so must the receipts. Prints a table of matches;
+exits non-zero on any difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from service.pb import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_g
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SETTINGS: dict[str, dict[str, dict[str, object]]] = {
-    "greedy": {"sampling": {"temperature": 0}},
+    "greedy": {"sampling": {"temperature": 0, "seed": 0}},
     "temperature 0.8": {"sampling": {"temperature": 0.8, "seed": 1}},
     "top_k, top_p": {"sampling": {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 2}},
     "min_p": {"sampling": {"temperature": 1.2, "min_p": 0.05, "seed": 3}},

@@ -71,14 +71,19 @@ class JaxExecutor:
             max_stop_ids=shape.max_stop_ids,
         )
 
-    def warm_up(self) -> None:
-        """Compiles and runs every program once, with all writes going to the sink page."""
+    def warm_up(self, *, single_program: bool = False) -> None:
+        """Compiles and runs every program once, with all writes going to the sink page.
+
+        Args:
+          single_program: decode calls will be of the full draft length only (strict mode).
+        """
         for bucket in self._buckets:
             self.prefill(0, (), 0, (0,) * bucket, 0)
         self.insert(0, Request(request_id="warm-up", prompt_ids=(0, 0), max_tokens=1), 0)
         self.set_draft_cap(0, 0)
         self.release(0)
-        for draft_length in range(self._shape.draft_length + 1):
+        longest = self._shape.draft_length
+        for draft_length in range(longest if single_program else 0, longest + 1):
             self.decode([()] * self._shape.slots, draft_length).fetch()
 
     def compile_counts(self) -> dict[str, int]:
