@@ -5,6 +5,8 @@ VENV ?= .venv
 # What `make test` and `make check` install; add `parity` to compare with transformers live.
 EXTRAS ?= dev
 PROMPT ?= def fibonacci(n):
+# Compiling, which most of the tests' time goes to, takes one core.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 comma := ,
@@ -19,7 +21,7 @@ serve: $(VENV)/installed ## serve the embedded checkpoint until interrupted
 	$(BIN)/python -m service $(ARGS)
 
 test: $(DEV_STAMP) ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 check: format-check lint types test ## what CI runs
 

@@ -26,7 +26,7 @@ def round_bytes(config: ModelConfig, streams: int, draft_length: int, item_bytes
     """
     model = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     head = _items(model.embed_tokens if model.lm_head is None else model.lm_head)
-    verified = head
+    verified = head + _items(model.norm)
     for layer in model.layers:
         verified += _used(layer, config, streams * (draft_length + 1))
     drafted = 0
@@ -38,6 +38,23 @@ def round_bytes(config: ModelConfig, streams: int, draft_length: int, item_bytes
     recurrent_layers = sum("linear" in kind for kind in config.layer_types)
     state_bytes = 2 * 4 * streams * recurrent_layers * state_items
     return item_bytes * (verified + draft_length * drafted) + state_bytes
+
+
+def replay_bytes(config: ModelConfig, draft_length: int) -> int:
+    """Bytes per slot that speculation adds to the decode state.
+
+    DeltaNet keeps the inputs of the last round's tokens until it knows which were accepted: per draft
+    token and layer k, v, gate, beta and the convolution's inputs, float32. Attention keeps nothing
+    more: rejected keys and values are written over.
+    """
+    per_token = (
+        config.linear_key_dim
+        + config.linear_value_dim
+        + 2 * config.linear_num_value_heads
+        + config.conv_dim
+    )
+    recurrent_layers = sum("linear" in kind for kind in config.layer_types)
+    return 4 * recurrent_layers * per_token * draft_length
 
 
 def _used(layer: DecoderLayer, config: ModelConfig, tokens: int) -> int:

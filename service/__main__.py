@@ -21,6 +21,7 @@ def load(config: ServerConfig) -> Executor:
         slots=config.slots,
         max_context=config.max_context,
         page_size=config.page_size,
+        pages=config.pages,
         draft_length=config.draft_length,
         rounds_per_call=config.rounds_per_call,
         prefill_chunk=config.prefill_chunk,

@@ -21,6 +21,7 @@ class ServerConfig:
     slots: int = 4
     max_context: int | None = None
     page_size: int = 16
+    pages: int | None = None
     draft_length: int = 3
     rounds_per_call: int = 4
     prefill_chunk: int = 128
@@ -90,6 +91,11 @@ def parse_config(arguments: Sequence[str] | None = None) -> ServerConfig:
         help="tokens of prompt and reply; unset: the model's own maximum",
     )
     option("page_size", type=integer_from(1), help="tokens in one page of the KV caches")
+    option(
+        "pages",
+        type=integer_from(1),
+        help="pages of the KV caches for all slots together; unset: all that the slots could fill",
+    )
     option(
         "draft_length", type=integer_from(0), help="draft tokens per round; 0 turns drafting off"
     )

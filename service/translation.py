@@ -88,6 +88,8 @@ def model_message(
         slots=limits.slots,
         draft_length=limits.draft_length,
         page_size=limits.page_size,
+        pages=limits.pages - 1,  # without the sink page
+        speculation_bytes_per_slot=limits.speculation_bytes_per_slot,
         limits=model_pb2.ModelLimits(
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_prompt_bytes=max_prompt_bytes(limits),

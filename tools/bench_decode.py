@@ -138,6 +138,7 @@ def main() -> int:
             slots=streams,
             max_context=512,
             page_size=64,
+            pages=None,
             draft_length=options.draft_length,
             rounds_per_call=options.rounds,
             prefill_chunk=128,

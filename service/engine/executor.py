@@ -21,6 +21,7 @@ from model import checkpoint as checkpoint_lib
 from model import decode as decode_lib
 from model import programs as programs_lib
 from model import slots as slots_lib
+from model.costs import replay_bytes
 from model.decode import DecodeShape, SlotSettings
 from model.logits import MAX_LOGIT_BIAS, LogitSettings
 from model.sampling import SamplingSettings
@@ -44,6 +45,7 @@ class JaxExecutor:
           prefill_chunk: tokens per prefill call.
         """
         self._shape = shape
+        self._config = model.config
         self._buckets = _prefill_buckets(prefill_chunk)
         self._prefill_chunk = prefill_chunk
         self._leaves, treedef = jax.tree.flatten(model)
@@ -69,6 +71,7 @@ class JaxExecutor:
             pages=shape.pages,
             prefill_chunk=self._prefill_chunk,
             max_stop_ids=shape.max_stop_ids,
+            speculation_bytes_per_slot=replay_bytes(self._config, shape.draft_length),
         )
 
     def warm_up(self, *, single_program: bool = False) -> None:
@@ -232,6 +235,7 @@ def load_executor(
     slots: int,
     max_context: int | None,
     page_size: int,
+    pages: int | None,
     draft_length: int,
     rounds_per_call: int,
     prefill_chunk: int,
@@ -245,6 +249,7 @@ def load_executor(
       slots: requests that decode together.
       max_context: tokens a slot may hold; None takes the model's maximum.
       page_size: positions per page.
+      pages: pages of the KV caches for all slots together; None: all that the slots could fill.
       draft_length: U; without an MTP head drafting is off whatever this says.
       rounds_per_call: O.
       prefill_chunk: tokens per prefill call.
@@ -253,6 +258,7 @@ def load_executor(
         output head do.
 
     Raises:
+      ValueError: too few pages for one request of full length.
       model.checkpoint.CheckpointError: listing all that is wrong with the tensors.
       model.config.ConfigError: naming the fields that cannot be served.
     """
@@ -261,12 +267,18 @@ def load_executor(
         _log.warning("%s", notice)
     config = loaded.model.config
     context = min(max_context or config.max_position_embeddings, config.max_position_embeddings)
+    pages_per_slot = -(-context // page_size)
+    if pages is not None and pages < pages_per_slot:
+        raise ValueError(
+            f"pages is {pages}, must be at least {pages_per_slot}: one request of {context} tokens"
+            f" fills as many pages of {page_size}"
+        )
     shape = DecodeShape(
         slots=slots,
         draft_length=draft_length if loaded.model.mtp is not None else 0,
         rounds=rounds_per_call,
         max_context=context,
-        pages=1 + slots * -(-context // page_size),
+        pages=1 + (pages or slots * pages_per_slot),
         page_size=page_size,
         max_stop_ids=MAX_STOP_IDS,
         addressable_tokens=min(addressable_tokens or config.vocab_size, config.vocab_size),

@@ -125,6 +125,8 @@ class Limits:
     """End and stop ids that one slot can watch for."""
     max_logit_bias: int = 64
     """Biased tokens per request."""
+    speculation_bytes_per_slot: int = 0
+    """Device memory that drafting adds to a slot's recurrent state."""
 
     @property
     def tokens_per_call(self) -> int:

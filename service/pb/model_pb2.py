@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16service/pb/model.proto\x12\ttandem.v1\"\x11\n\x0fGetModelRequest\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\"\xf9\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12&\n\x06limits\x18\t \x01(\x0b\x32\x16.tandem.v1.ModelLimits\x12*\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x18.tandem.v1.ModelDefaults\"\xfa\x01\n\x0bModelLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x05 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x06 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x13\n\x0bmax_choices\x18\t \x01(\r\"\xbc\x01\n\rModelDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\"N\n\x18UpdateSpeculationRequest\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"5\n\x19UpdateSpeculationResponse\x12\x18\n\x10max_draft_tokens\x18\x01 \x01(\r2\xb3\x01\n\x0cModelService\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponse\x12^\n\x11UpdateSpeculation\x12#.tandem.v1.UpdateSpeculationRequest\x1a$.tandem.v1.UpdateSpeculationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16service/pb/model.proto\x12\ttandem.v1\"\x11\n\x0fGetModelRequest\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\"\xac\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12&\n\x06limits\x18\t \x01(\x0b\x32\x16.tandem.v1.ModelLimits\x12*\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x18.tandem.v1.ModelDefaults\x12\r\n\x05pages\x18\x0b \x01(\r\x12\"\n\x1aspeculation_bytes_per_slot\x18\x0c \x01(\r\"\xfa\x01\n\x0bModelLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x05 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x06 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x13\n\x0bmax_choices\x18\t \x01(\r\"\xbc\x01\n\rModelDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\"N\n\x18UpdateSpeculationRequest\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"5\n\x19UpdateSpeculationResponse\x12\x18\n\x10max_draft_tokens\x18\x01 \x01(\r2\xb3\x01\n\x0cModelService\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponse\x12^\n\x11UpdateSpeculation\x12#.tandem.v1.UpdateSpeculationRequest\x1a$.tandem.v1.UpdateSpeculationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=56
   _globals['_GETMODELRESPONSE']._serialized_end=107
   _globals['_MODEL']._serialized_start=110
-  _globals['_MODEL']._serialized_end=359
-  _globals['_MODELLIMITS']._serialized_start=362
-  _globals['_MODELLIMITS']._serialized_end=612
-  _globals['_MODELDEFAULTS']._serialized_start=615
-  _globals['_MODELDEFAULTS']._serialized_end=803
-  _globals['_UPDATESPECULATIONREQUEST']._serialized_start=805
-  _globals['_UPDATESPECULATIONREQUEST']._serialized_end=883
-  _globals['_UPDATESPECULATIONRESPONSE']._serialized_start=885
-  _globals['_UPDATESPECULATIONRESPONSE']._serialized_end=938
-  _globals['_MODELSERVICE']._serialized_start=941
-  _globals['_MODELSERVICE']._serialized_end=1120
+  _globals['_MODEL']._serialized_end=410
+  _globals['_MODELLIMITS']._serialized_start=413
+  _globals['_MODELLIMITS']._serialized_end=663
+  _globals['_MODELDEFAULTS']._serialized_start=666
+  _globals['_MODELDEFAULTS']._serialized_end=854
+  _globals['_UPDATESPECULATIONREQUEST']._serialized_start=856
+  _globals['_UPDATESPECULATIONREQUEST']._serialized_end=934
+  _globals['_UPDATESPECULATIONRESPONSE']._serialized_start=936
+  _globals['_UPDATESPECULATIONRESPONSE']._serialized_end=989
+  _globals['_MODELSERVICE']._serialized_start=992
+  _globals['_MODELSERVICE']._serialized_end=1171
 # @@protoc_insertion_point(module_scope)

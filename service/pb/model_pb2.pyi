@@ -17,7 +17,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "context_length", "vocab_size", "end_token_ids", "slots", "draft_length", "page_size", "limits", "defaults")
+    __slots__ = ("name", "fingerprint", "context_length", "vocab_size", "end_token_ids", "slots", "draft_length", "page_size", "limits", "defaults", "pages", "speculation_bytes_per_slot")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class Model(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_BYTES_PER_SLOT_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     context_length: int
@@ -38,7 +40,9 @@ class Model(_message.Message):
     page_size: int
     limits: ModelLimits
     defaults: ModelDefaults
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., slots: _Optional[int] = ..., draft_length: _Optional[int] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ...) -> None: ...
+    pages: int
+    speculation_bytes_per_slot: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., slots: _Optional[int] = ..., draft_length: _Optional[int] = ..., page_size: _Optional[int] = ..., limits: _Optional[_Union[ModelLimits, _Mapping]] = ..., defaults: _Optional[_Union[ModelDefaults, _Mapping]] = ..., pages: _Optional[int] = ..., speculation_bytes_per_slot: _Optional[int] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("max_message_bytes", "max_prompt_bytes", "max_text_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_waiting_requests", "max_logit_bias", "max_choices")

@@ -20,6 +20,7 @@ def test_every_setting_has_a_flag(checkpoint):
         slots=1,
         max_context=2,
         page_size=3,
+        pages=4,
         draft_length=0,
         rounds_per_call=5,
         prefill_chunk=6,

@@ -416,6 +416,10 @@ async def test_get_model(live, card):
     assert model.context_length == 256
     assert model.vocab_size == 400
     assert (model.slots, model.draft_length, model.page_size) == (2, 2, 4)
+    assert (model.pages, model.speculation_bytes_per_slot) == (
+        live.engine.limits.pages - 1,
+        live.engine.limits.speculation_bytes_per_slot,
+    )
     assert list(model.end_token_ids) == list(card.end_ids)
     assert model.limits.max_message_bytes == 64 << 20
     assert model.limits.max_prompt_bytes == 256 * 32
