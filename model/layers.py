@@ -100,9 +100,9 @@ def rotary_embedding(
       Two float32 arrays [B, T, Q].
     """
     half = config.rotary_dim // 2
-    frequency_Q = 1.0 / config.rope_theta ** (
-        np.arange(half, dtype=np.float32) * 2 / config.rotary_dim
-    )
+    # The power in float64, then rounded: as exact as the checkpoint's own code at the far positions.
+    period_Q = config.rope_theta ** (np.arange(half) * 2 / config.rotary_dim)
+    frequency_Q = 1.0 / period_Q.astype(np.float32)
     axis_Q = np.zeros(half, np.int32)
     for axis in (1, 2):
         axis_Q[axis : 3 * config.mrope_section[axis] : 3] = axis

@@ -7,7 +7,7 @@ Imports torch and transformers (extra `parity`): import it after `pytest.importo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Reference:
     mtp: MtpLayer
 
     @torch.no_grad()
-    def logits(self, tokens_BT: np.ndarray, lengths_B: np.ndarray | None = None) -> np.ndarray:
+    def logits(self, tokens_BT: np.ndarray, lengths_B: Sequence[int] | None = None) -> np.ndarray:
         """One pass over whole sequences, padded on the right beyond `lengths_B`."""
         mask = None
         if lengths_B is not None:
@@ -53,13 +53,14 @@ class Reference:
         seen: dict[str, np.ndarray] = {}
         handles = []
 
-        def record(module: torch.nn.Module, pick: Callable, name: str) -> None:
+        def record(module: Any, pick: Callable, name: str) -> None:
             def hook(_: object, args: tuple, output: object) -> None:
                 # A copy: the next layers may write in place.
                 seen[name] = pick(args, output).clone().numpy().reshape(*tokens_BT.shape, -1)
 
             handles.append(module.register_forward_hook(hook))
 
+        layer: Any
         for index, layer in enumerate(self.model.model.layers):
             attention = layer.block_type == "full_attention"
             mixer = layer.self_attn if attention else layer.linear_attn
@@ -128,7 +129,7 @@ def build(recipe: Recipe) -> Reference:
     # The plain loops and products, not fused forms.
     config._attn_implementation = config._experts_implementation = "eager"
     model = hub.Qwen3_5MoeForCausalLM(config).float().eval()
-    attention_index = config.layer_types.index("full_attention")
+    attention_index = recipe.config.layer_types.index("full_attention")
     mtp = MtpLayer(config, hub.Qwen3_5MoeDecoderLayer, hub.Qwen3_5MoeRMSNorm, attention_index)
     _fill(model, lambda name: name.removeprefix("model."), recipe)
     _fill(mtp, _mtp_name, recipe)

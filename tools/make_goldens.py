@@ -40,7 +40,9 @@ def sampled_positions(lengths: tuple[int, ...]) -> np.ndarray:
     shortest = min(lengths)
     inside = [position for position in SAMPLED_POSITIONS if position < shortest - 1 - DRAFT_DEPTH]
     # The last token, and the last one that all depths of drafting have a true next token for.
-    return np.asarray([[*inside, length - 1 - DRAFT_DEPTH, length - 1] for length in lengths], np.int32)
+    return np.asarray(
+        [[*inside, length - 1 - DRAFT_DEPTH, length - 1] for length in lengths], np.int32
+    )
 
 
 def record(recipe: Recipe) -> dict[str, np.ndarray]:
@@ -56,8 +58,9 @@ def record(recipe: Recipe) -> dict[str, np.ndarray]:
       SystemExit: the random model is so ill-conditioned that float32 settles nothing.
     """
     import torch
-    import torch_reference
     import transformers
+
+    import torch_reference
 
     reference = torch_reference.build(recipe)
     tokens_BT, valid_BT, lengths = recipe.tokens_BT, recipe.valid_BT, recipe.lengths

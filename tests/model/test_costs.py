@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import tiny
 
+import tiny
 from model import decode
 from model.costs import replay_bytes, round_bytes
 

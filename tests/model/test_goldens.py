@@ -10,6 +10,7 @@ import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -108,12 +109,39 @@ def test_mtp_head(recipe):
     hidden_BTD = jnp.asarray(model_passes.layers(model, recipe.tokens_BT)["hidden"])
     rows_B1 = np.arange(len(recipe.lengths))[:, None]
     for depth in (1, 2, 3):
-        hidden_BTD = model_passes.draft(model, hidden_BTD, np.roll(recipe.tokens_BT, -depth, axis=1))
+        hidden_BTD = model_passes.draft(
+            model, hidden_BTD, np.roll(recipe.tokens_BT, -depth, axis=1)
+        )
         sampled = hidden_BTD[rows_B1, want["positions"]]
         logits, recorded = model.logits(sampled), want[f"draft.{depth}.logits"]
         assert_close(sampled, want[f"draft.{depth}.hidden"], f"depth {depth}")
         assert_close(logits, recorded, f"depth {depth}")
         np.testing.assert_array_equal(np.argmax(logits, -1), recorded.argmax(-1))
+
+
+def test_every_parameter_shows():
+    """The tolerance is no veil: a change of any tensor by a hundredth goes far beyond it."""
+    recipe = BY_NAME["value_heads_fourfold"]
+    leaves, treedef = jax.tree.flatten(transformer(recipe))
+    next_tokens_BT = np.roll(recipe.tokens_BT, -1, axis=1)
+    want = golden(recipe.name)["logits"]
+    drafted = model_passes.draft(*hidden_of(transformer(recipe), recipe), next_tokens_BT)
+    for index, name in enumerate(recipe.shapes):
+        # Not by a factor: the norms of q and k would take it out again.
+        change = 0.01 * jnp.roll(leaves[index].reshape(-1), 1).reshape(leaves[index].shape)
+        changed = [*leaves[:index], leaves[index] + change, *leaves[index + 1 :]]
+        model = jax.tree.unflatten(treedef, changed)
+        if name.startswith("mtp."):
+            got = model_passes.draft(*hidden_of(model, recipe), next_tokens_BT)
+            error = jnp.abs(got - drafted).max()
+        else:
+            logits_BTV = np.asarray(model_passes.logits(model, recipe.tokens_BT))
+            error = np.abs(logits_BTV[recipe.valid_BT] - want).max()
+        assert error > 3 * TOLERANCE, name
+
+
+def hidden_of(model, recipe: Recipe) -> tuple:
+    return model, jnp.asarray(model_passes.layers(model, recipe.tokens_BT)["hidden"])
 
 
 def test_rotary_positions_on_three_axes():
