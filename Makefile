@@ -4,7 +4,7 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 VENV ?= .venv
 # What `make test` and `make check` install; add `parity` to compare with transformers live.
 EXTRAS ?= dev
-PROMPT ?= def fibonacci(n):
+PROMPT ?= def fibonacci(n):\n\040\040\040\040
 # Compiling, which most of the tests' time goes to, takes one core.
 WORKERS ?= 2
 
@@ -15,7 +15,7 @@ DEV_STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 .PHONY: demo serve test check format format-check lint types protos goldens prove bench-decode train clean
 
 demo: $(VENV)/installed ## start a server on the embedded checkpoint, ask it, print tokens and figures
-	$(BIN)/python tools/client.py --serve --max-tokens 128 $(ARGS) "$(PROMPT)"
+	$(BIN)/python tools/client.py --serve --max-tokens 128 --seed 6 $(ARGS) "$$(printf '$(PROMPT)')"
 
 serve: $(VENV)/installed ## serve the embedded checkpoint until interrupted
 	$(BIN)/python -m service $(ARGS)
