@@ -45,7 +45,7 @@ def test_decode_call_on_four_layers(target):
     config = FULL if FULL.exists() else ROOT / "model" / "demo"
     report = inspect("--target", target, "--config", str(config), "--layers", "4", "--slots", "4")
     check_decode(report["decode"])
-    assert report["decode"]["ptx_targets"] == [{"gb10": "sm_121", "h200": "sm_90"}[target]]
+    assert report["decode"]["ptx_targets"] == [{"gb10": "sm_121", "h200": "sm_90a"}[target]]
 
 
 @needs_compiler
