@@ -1,9 +1,9 @@
 """Generates `service/pb/` from `proto/tandem/v1/`: `python tools/gen_protos.py [output folder]`.
 
-The same sources are compiled under two roots, so they import nothing but google.protobuf:
+The same sources are compiled under two roots:
 
-* Python stubs under protoc's virtual root `service/pb`, which makes the generated imports
-  `from service.pb import ...` without a top-level package named `proto` or `tandem`.
+* Python stubs as `service/pb/*.proto`, from copies whose imports say so, which makes the generated
+  imports `from service.pb import ...` without a top-level package named `proto` or `tandem`.
 * `descriptor_set.bin` for reflection under `proto/`, so that clients see the names that lint sees
   (`tandem/v1/inference.proto`). It keeps the comments, which Python's descriptors drop.
 
@@ -33,8 +33,13 @@ def generate(output: Path) -> None:
     """Writes the stubs and the descriptor set into a folder."""
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        copies = Path(scratch, "sources", "service", "pb")
+        copies.mkdir(parents=True)
+        for source in SOURCES:
+            text = source.read_text().replace('import "tandem/v1/', 'import "service/pb/')
+            (copies / source.name).write_text(text)
         run_protoc(
-            f"-Iservice/pb={SOURCES[0].parent}",
+            f"-I{copies.parent.parent}",
             f"--python_out={scratch}",
             f"--pyi_out={scratch}",
             f"--grpc_python_out={scratch}",

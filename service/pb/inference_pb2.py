@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from service.pb import chat_pb2 as service_dot_pb_dot_chat__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservice/pb/inference.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\xa8\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Stopping\x12+\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculation\x12#\n\x07include\x18\t \x01(\x0b\x32\x12.tandem.v1.Include\x12\x14\n\x07\x63hoices\x18\n \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x0b \x01(\tB\x08\n\x06promptB\n\n\x08_choices\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb6\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penalty\"\xb0\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokens\"A\n\x0bSpeculation\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\xb3\x01\n\x07Include\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08logprobs\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12\x14\n\x07receipt\x18\x07 \x01(\x08H\x03\x88\x01\x01\x12\x14\n\x07\x64rafted\x18\x08 \x01(\x08H\x04\x88\x01\x01\x42\x07\n\x05_textB\x0c\n\n_token_idsB\x0b\n\t_logprobsB\n\n\x08_receiptB\n\n\x08_drafted\"\x9f\x01\n\x10GenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x06\n\x04kind\"f\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"Z\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x0f\n\x07\x64rafted\x18\x05 \x03(\x08\"\xc1\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07receipt\x18\x06 \x01(\x0b\x32\x12.tandem.v1.ReceiptB\x07\n\x05match\"z\n\x07Receipt\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Stopping\"\x8e\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationUsage\x12!\n\x06timing\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Timing\"\x85\x01\n\x10SpeculationUsage\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\"\xa7\x01\n\x06Timing\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x10\x43ompleteResponse\x12#\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Started\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Choice\"P\n\x06\x43hoice\x12\x1f\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Delta\x12%\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Finished\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xc5\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x32\xdd\x01\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08\x43omplete\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.CompleteResponse\x12=\n\x06\x43\x61ncel\x12\x18.tandem.v1.CancelRequest\x1a\x19.tandem.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservice/pb/inference.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15service/pb/chat.proto\"\x86\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Stopping\x12)\n\nconstraint\x18\x07 \x01(\x0b\x32\x15.tandem.v1.Constraint\x12+\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculation\x12#\n\x07include\x18\t \x01(\x0b\x32\x12.tandem.v1.Include\x12\x14\n\x07\x63hoices\x18\n \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12%\n\x08priority\x18\x0c \x01(\x0e\x32\x13.tandem.v1.Priority\x12\x37\n\x14\x66irst_token_deadline\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rresume_window\x18\x0f \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\n\x06promptB\n\n\x08_choices\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x91\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12)\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x16.tandem.v1.TextChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x1c\n\x0bTextChoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb6\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x36\n\nlogit_bias\x18\t \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penalty\"\xa6\x02\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12 \n\x13include_stop_string\x18\x06 \x01(\x08H\x03\x88\x01\x01\x12!\n\x14max_reasoning_tokens\x18\x07 \x01(\rH\x04\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x16\n\x14_include_stop_stringB\x17\n\x15_max_reasoning_tokens\"A\n\x0bSpeculation\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\xd9\x02\n\x07Include\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\ttoken_ids\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x0btoken_bytes\x18\x03 \x01(\x08H\x02\x88\x01\x01\x12\x15\n\x08logprobs\x18\x04 \x01(\x08H\x03\x88\x01\x01\x12\x14\n\x07receipt\x18\x07 \x01(\x08H\x04\x88\x01\x01\x12\x14\n\x07\x64rafted\x18\x08 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05queue\x18\x06 \x01(\x08H\x06\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\t \x01(\rH\x07\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\x08H\x08\x88\x01\x01\x42\x07\n\x05_textB\x0c\n\n_token_idsB\x0e\n\x0c_token_bytesB\x0b\n\t_logprobsB\n\n\x08_receiptB\n\n\x08_draftedB\x08\n\x06_queueB\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"\xe9\x01\n\x10GenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12%\n\x07started\x18\x02 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x12#\n\x06queued\x18\x05 \x01(\x0b\x32\x11.tandem.v1.QueuedH\x00\x12#\n\x06prompt\x18\x06 \x01(\x0b\x32\x11.tandem.v1.PromptH\x00\x42\x06\n\x04kind\"-\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"V\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\r\x12:\n\x17\x65stimated_wait_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"f\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\r\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\"\xde\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x0f\n\x07\x64rafted\x18\x05 \x03(\x08\x12\x11\n\treasoning\x18\x06 \x01(\t\x12,\n\ntool_calls\x18\x07 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\x12\x13\n\x0btoken_bytes\x18\x08 \x03(\x0c\x12,\n\x0ctop_logprobs\x18\t \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\"P\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\xc1\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\'\n\x06reason\x18\x02 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07receipt\x18\x06 \x01(\x0b\x32\x12.tandem.v1.ReceiptB\x07\n\x05match\"z\n\x07Receipt\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12%\n\x08stopping\x18\x04 \x01(\x0b\x32\x13.tandem.v1.Stopping\"\xa8\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationUsage\x12!\n\x06timing\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Timing\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\"\x85\x01\n\x10SpeculationUsage\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x04 \x03(\r\"\xa7\x01\n\x06Timing\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x66irst_token_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"[\n\x10\x43ompleteResponse\x12#\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Started\x12\"\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Choice\"P\n\x06\x43hoice\x12\x1f\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Delta\x12%\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Finished\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_after_sequence\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*\xe3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTEXT_LENGTH\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x06\x32\xa0\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08\x43omplete\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.CompleteResponse\x12=\n\x06\x43\x61ncel\x12\x18.tandem.v1.CancelRequest\x1a\x19.tandem.v1.CancelResponse\x12\x41\n\x06Resume\x12\x18.tandem.v1.ResumeRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,46 +35,62 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2641
-  _globals['_FINISHREASON']._serialized_end=2838
-  _globals['_GENERATEREQUEST']._serialized_start=74
-  _globals['_GENERATEREQUEST']._serialized_end=370
-  _globals['_TOKENIDS']._serialized_start=372
-  _globals['_TOKENIDS']._serialized_end=395
-  _globals['_SAMPLING']._serialized_start=398
-  _globals['_SAMPLING']._serialized_end=836
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=667
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=715
-  _globals['_STOPPING']._serialized_start=839
-  _globals['_STOPPING']._serialized_end=1015
-  _globals['_SPECULATION']._serialized_start=1017
-  _globals['_SPECULATION']._serialized_end=1082
-  _globals['_INCLUDE']._serialized_start=1085
-  _globals['_INCLUDE']._serialized_end=1264
-  _globals['_GENERATERESPONSE']._serialized_start=1267
-  _globals['_GENERATERESPONSE']._serialized_end=1426
-  _globals['_STARTED']._serialized_start=1428
-  _globals['_STARTED']._serialized_end=1530
-  _globals['_DELTA']._serialized_start=1532
-  _globals['_DELTA']._serialized_end=1622
-  _globals['_FINISHED']._serialized_start=1625
-  _globals['_FINISHED']._serialized_end=1818
-  _globals['_RECEIPT']._serialized_start=1820
-  _globals['_RECEIPT']._serialized_end=1942
-  _globals['_USAGE']._serialized_start=1945
-  _globals['_USAGE']._serialized_end=2087
-  _globals['_SPECULATIONUSAGE']._serialized_start=2090
-  _globals['_SPECULATIONUSAGE']._serialized_end=2223
-  _globals['_TIMING']._serialized_start=2226
-  _globals['_TIMING']._serialized_end=2393
-  _globals['_COMPLETERESPONSE']._serialized_start=2395
-  _globals['_COMPLETERESPONSE']._serialized_end=2486
-  _globals['_CHOICE']._serialized_start=2488
-  _globals['_CHOICE']._serialized_end=2568
-  _globals['_CANCELREQUEST']._serialized_start=2570
-  _globals['_CANCELREQUEST']._serialized_end=2605
-  _globals['_CANCELRESPONSE']._serialized_start=2607
-  _globals['_CANCELRESPONSE']._serialized_end=2638
-  _globals['_INFERENCESERVICE']._serialized_start=2841
-  _globals['_INFERENCESERVICE']._serialized_end=3062
+  _globals['_PRIORITY']._serialized_start=3934
+  _globals['_PRIORITY']._serialized_end=4028
+  _globals['_FINISHREASON']._serialized_start=4031
+  _globals['_FINISHREASON']._serialized_end=4258
+  _globals['_GENERATEREQUEST']._serialized_start=97
+  _globals['_GENERATEREQUEST']._serialized_end=615
+  _globals['_TOKENIDS']._serialized_start=617
+  _globals['_TOKENIDS']._serialized_end=640
+  _globals['_CONSTRAINT']._serialized_start=643
+  _globals['_CONSTRAINT']._serialized_end=788
+  _globals['_TEXTCHOICES']._serialized_start=790
+  _globals['_TEXTCHOICES']._serialized_end=818
+  _globals['_SAMPLING']._serialized_start=821
+  _globals['_SAMPLING']._serialized_end=1259
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1090
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1138
+  _globals['_STOPPING']._serialized_start=1262
+  _globals['_STOPPING']._serialized_end=1556
+  _globals['_SPECULATION']._serialized_start=1558
+  _globals['_SPECULATION']._serialized_end=1623
+  _globals['_INCLUDE']._serialized_start=1626
+  _globals['_INCLUDE']._serialized_end=1971
+  _globals['_GENERATERESPONSE']._serialized_start=1974
+  _globals['_GENERATERESPONSE']._serialized_end=2207
+  _globals['_PROMPT']._serialized_start=2209
+  _globals['_PROMPT']._serialized_end=2254
+  _globals['_QUEUED']._serialized_start=2256
+  _globals['_QUEUED']._serialized_end=2342
+  _globals['_STARTED']._serialized_start=2344
+  _globals['_STARTED']._serialized_end=2446
+  _globals['_DELTA']._serialized_start=2449
+  _globals['_DELTA']._serialized_end=2671
+  _globals['_TOOLCALLDELTA']._serialized_start=2673
+  _globals['_TOOLCALLDELTA']._serialized_end=2753
+  _globals['_TOPLOGPROBS']._serialized_start=2755
+  _globals['_TOPLOGPROBS']._serialized_end=2805
+  _globals['_FINISHED']._serialized_start=2808
+  _globals['_FINISHED']._serialized_end=3001
+  _globals['_RECEIPT']._serialized_start=3003
+  _globals['_RECEIPT']._serialized_end=3125
+  _globals['_USAGE']._serialized_start=3128
+  _globals['_USAGE']._serialized_end=3296
+  _globals['_SPECULATIONUSAGE']._serialized_start=3299
+  _globals['_SPECULATIONUSAGE']._serialized_end=3432
+  _globals['_TIMING']._serialized_start=3435
+  _globals['_TIMING']._serialized_end=3602
+  _globals['_COMPLETERESPONSE']._serialized_start=3604
+  _globals['_COMPLETERESPONSE']._serialized_end=3695
+  _globals['_CHOICE']._serialized_start=3697
+  _globals['_CHOICE']._serialized_end=3777
+  _globals['_CANCELREQUEST']._serialized_start=3779
+  _globals['_CANCELREQUEST']._serialized_end=3814
+  _globals['_RESUMEREQUEST']._serialized_start=3816
+  _globals['_RESUMEREQUEST']._serialized_end=3899
+  _globals['_CANCELRESPONSE']._serialized_start=3901
+  _globals['_CANCELRESPONSE']._serialized_end=3932
+  _globals['_INFERENCESERVICE']._serialized_start=4261
+  _globals['_INFERENCESERVICE']._serialized_end=4549
 # @@protoc_insertion_point(module_scope)

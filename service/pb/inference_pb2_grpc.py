@@ -51,6 +51,11 @@ class InferenceServiceStub:
                 request_serializer=service_dot_pb_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=service_dot_pb_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/tandem.v1.InferenceService/Resume',
+                request_serializer=service_dot_pb_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=service_dot_pb_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -59,12 +64,14 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams a reply: one Started, any number of Delta, one Finished for each choice, then status OK.
-        Cancelling the call, losing the connection or passing the deadline frees the slots.
+        """Streams a reply: any number of Queued if asked for, one Started, any number of Delta, one Finished
+        for each choice, then status OK. Cancelling the call, losing the connection or passing the deadline
+        frees the slots, unless GenerateRequest.resume_window keeps the reply.
 
         Errors: INVALID_ARGUMENT (BadRequest lists every bad field), ALREADY_EXISTS (request_id is
-        running), RESOURCE_EXHAUSTED (waiting queue is full; RetryInfo), UNAVAILABLE (warming up or
-        draining; RetryInfo), INTERNAL (RequestInfo).
+        running, or kept for Resume), RESOURCE_EXHAUSTED (waiting queue is full; QuotaFailure, RetryInfo),
+        DEADLINE_EXCEEDED (cannot begin in time: at once, or when the time has passed in the queue),
+        UNAVAILABLE (warming up, draining, or the engine restarts; RetryInfo), INTERNAL (RequestInfo).
 
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
@@ -85,7 +92,23 @@ class InferenceServiceServicer:
     def Cancel(self, request, context):
         """Ends a waiting or running request by its id, from any connection, with all its choices. Its stream
         closes with Finished (reason CANCELLED) and what was generated so far; choices that had ended stay
-        as they are. Idempotent: unknown ids are no error.
+        as they are. A reply that is kept for Resume is dropped. Idempotent: unknown ids are no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Continues the stream of a request with resume_window that broke: repeats what was sent behind
+        `after_sequence`, then goes on as Generate would have, and ends with the same status. What was read
+        before and what is read now are together exactly the unbroken stream. If the old call still
+        hangs, it ends with ABORTED.
+
+        Errors: INVALID_ARGUMENT, NOT_FOUND (unknown, not kept, or the window has passed), OUT_OF_RANGE
+        (after_sequence was never sent, or messages behind it are kept no more).
+
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +131,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=service_dot_pb_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=service_dot_pb_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=service_dot_pb_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=service_dot_pb_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,6 +221,33 @@ class InferenceService:
             '/tandem.v1.InferenceService/Cancel',
             service_dot_pb_dot_inference__pb2.CancelRequest.SerializeToString,
             service_dot_pb_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.InferenceService/Resume',
+            service_dot_pb_dot_inference__pb2.ResumeRequest.SerializeToString,
+            service_dot_pb_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,29 +22,37 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16service/pb/model.proto\x12\ttandem.v1\"\x11\n\x0fGetModelRequest\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\"\xac\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12&\n\x06limits\x18\t \x01(\x0b\x32\x16.tandem.v1.ModelLimits\x12*\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x18.tandem.v1.ModelDefaults\x12\r\n\x05pages\x18\x0b \x01(\r\x12\"\n\x1aspeculation_bytes_per_slot\x18\x0c \x01(\r\"\xfa\x01\n\x0bModelLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x05 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x06 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x13\n\x0bmax_choices\x18\t \x01(\r\"\xbc\x01\n\rModelDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\"N\n\x18UpdateSpeculationRequest\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"5\n\x19UpdateSpeculationResponse\x12\x18\n\x10max_draft_tokens\x18\x01 \x01(\r2\xb3\x01\n\x0cModelService\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponse\x12^\n\x11UpdateSpeculation\x12#.tandem.v1.UpdateSpeculationRequest\x1a$.tandem.v1.UpdateSpeculationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16service/pb/model.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\x11\n\x0fGetModelRequest\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\"\xf1\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12&\n\x06limits\x18\t \x01(\x0b\x32\x16.tandem.v1.ModelLimits\x12*\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x18.tandem.v1.ModelDefaults\x12\r\n\x05pages\x18\x0b \x01(\r\x12\"\n\x1aspeculation_bytes_per_slot\x18\x0c \x01(\r\x12.\n\rconfiguration\x18\r \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x13\n\x0b\x63hat_format\x18\x0e \x01(\t\"\x84\x03\n\x0bModelLimits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\r\x12\x18\n\x10max_prompt_bytes\x18\x02 \x01(\r\x12\x16\n\x0emax_text_bytes\x18\x03 \x01(\r\x12\x18\n\x10max_stop_strings\x18\x04 \x01(\r\x12\x1d\n\x15max_stop_string_bytes\x18\x05 \x01(\r\x12\x1a\n\x12max_stop_token_ids\x18\x06 \x01(\r\x12\x1c\n\x14max_waiting_requests\x18\x07 \x01(\r\x12\x16\n\x0emax_logit_bias\x18\x08 \x01(\r\x12\x13\n\x0bmax_choices\x18\t \x01(\r\x12\x1a\n\x12max_waiting_tokens\x18\n \x01(\r\x12\x34\n\x11max_resume_window\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10max_top_logprobs\x18\x0c \x01(\r\x12\x1c\n\x14max_constraint_bytes\x18\r \x01(\r\"\xbc\x01\n\rModelDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x18\n\x10max_draft_tokens\x18\x08 \x01(\r\"N\n\x18UpdateSpeculationRequest\x12\x1d\n\x10max_draft_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"5\n\x19UpdateSpeculationResponse\x12\x18\n\x10max_draft_tokens\x18\x01 \x01(\r\"?\n\x10WatchLoadRequest\x12+\n\x08interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"2\n\x11WatchLoadResponse\x12\x1d\n\x04load\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.Load\"\xf7\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x12\n\nprefilling\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\r\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x12\n\npages_used\x18\x06 \x01(\r\x12\r\n\x05pages\x18\x07 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x08 \x01(\x02\x12\x18\n\x10\x64raft_acceptance\x18\t \x01(\x02\x12:\n\x17\x65stimated_wait_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration2\xfd\x01\n\x0cModelService\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponse\x12^\n\x11UpdateSpeculation\x12#.tandem.v1.UpdateSpeculationRequest\x1a$.tandem.v1.UpdateSpeculationResponse\x12H\n\tWatchLoad\x12\x1b.tandem.v1.WatchLoadRequest\x1a\x1c.tandem.v1.WatchLoadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'service.pb.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETMODELREQUEST']._serialized_start=37
-  _globals['_GETMODELREQUEST']._serialized_end=54
-  _globals['_GETMODELRESPONSE']._serialized_start=56
-  _globals['_GETMODELRESPONSE']._serialized_end=107
-  _globals['_MODEL']._serialized_start=110
-  _globals['_MODEL']._serialized_end=410
-  _globals['_MODELLIMITS']._serialized_start=413
-  _globals['_MODELLIMITS']._serialized_end=663
-  _globals['_MODELDEFAULTS']._serialized_start=666
-  _globals['_MODELDEFAULTS']._serialized_end=854
-  _globals['_UPDATESPECULATIONREQUEST']._serialized_start=856
-  _globals['_UPDATESPECULATIONREQUEST']._serialized_end=934
-  _globals['_UPDATESPECULATIONRESPONSE']._serialized_start=936
-  _globals['_UPDATESPECULATIONRESPONSE']._serialized_end=989
-  _globals['_MODELSERVICE']._serialized_start=992
-  _globals['_MODELSERVICE']._serialized_end=1171
+  _globals['_GETMODELREQUEST']._serialized_start=99
+  _globals['_GETMODELREQUEST']._serialized_end=116
+  _globals['_GETMODELRESPONSE']._serialized_start=118
+  _globals['_GETMODELRESPONSE']._serialized_end=169
+  _globals['_MODEL']._serialized_start=172
+  _globals['_MODEL']._serialized_end=541
+  _globals['_MODELLIMITS']._serialized_start=544
+  _globals['_MODELLIMITS']._serialized_end=932
+  _globals['_MODELDEFAULTS']._serialized_start=935
+  _globals['_MODELDEFAULTS']._serialized_end=1123
+  _globals['_UPDATESPECULATIONREQUEST']._serialized_start=1125
+  _globals['_UPDATESPECULATIONREQUEST']._serialized_end=1203
+  _globals['_UPDATESPECULATIONRESPONSE']._serialized_start=1205
+  _globals['_UPDATESPECULATIONRESPONSE']._serialized_end=1258
+  _globals['_WATCHLOADREQUEST']._serialized_start=1260
+  _globals['_WATCHLOADREQUEST']._serialized_end=1323
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1325
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1375
+  _globals['_LOAD']._serialized_start=1378
+  _globals['_LOAD']._serialized_end=1625
+  _globals['_MODELSERVICE']._serialized_start=1628
+  _globals['_MODELSERVICE']._serialized_end=1881
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,11 @@ class ModelServiceStub:
                 request_serializer=service_dot_pb_dot_model__pb2.UpdateSpeculationRequest.SerializeToString,
                 response_deserializer=service_dot_pb_dot_model__pb2.UpdateSpeculationResponse.FromString,
                 _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/tandem.v1.ModelService/WatchLoad',
+                request_serializer=service_dot_pb_dot_model__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=service_dot_pb_dot_model__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServiceServicer:
@@ -72,6 +77,17 @@ class ModelServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchLoad(self, request, context):
+        """Streams how full the server is: at once, then at every interval, until the client cancels or the
+        server drains (UNAVAILABLE).
+
+        Errors: INVALID_ARGUMENT (interval out of range), UNAVAILABLE (the checkpoint is still being
+        loaded; RetryInfo).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,6 +100,11 @@ def add_ModelServiceServicer_to_server(servicer, server):
                     servicer.UpdateSpeculation,
                     request_deserializer=service_dot_pb_dot_model__pb2.UpdateSpeculationRequest.FromString,
                     response_serializer=service_dot_pb_dot_model__pb2.UpdateSpeculationResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=service_dot_pb_dot_model__pb2.WatchLoadRequest.FromString,
+                    response_serializer=service_dot_pb_dot_model__pb2.WatchLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +162,33 @@ class ModelService:
             '/tandem.v1.ModelService/UpdateSpeculation',
             service_dot_pb_dot_model__pb2.UpdateSpeculationRequest.SerializeToString,
             service_dot_pb_dot_model__pb2.UpdateSpeculationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.ModelService/WatchLoad',
+            service_dot_pb_dot_model__pb2.WatchLoadRequest.SerializeToString,
+            service_dot_pb_dot_model__pb2.WatchLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,23 +22,24 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from service.pb import chat_pb2 as service_dot_pb_dot_chat__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservice/pb/tokenizer.proto\x12\ttandem.v1\"Y\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12 \n\x13include_token_bytes\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_include_token_bytes\":\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x13\n\x0btoken_bytes\x18\x02 \x03(\x0c\"f\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12#\n\x16include_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x19\n\x17_include_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xa2\x01\n\x10TokenizerService\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservice/pb/tokenizer.proto\x12\ttandem.v1\x1a\x15service/pb/chat.proto\"\x86\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12 \n\x13include_token_bytes\x18\x02 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x16\n\x14_include_token_bytes\"L\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x13\n\x0btoken_bytes\x18\x02 \x03(\x0c\x12\x10\n\x08rendered\x18\x03 \x01(\t\"f\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12#\n\x16include_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x19\n\x17_include_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xa2\x01\n\x10TokenizerService\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'service.pb.tokenizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENIZEREQUEST']._serialized_start=41
-  _globals['_TOKENIZEREQUEST']._serialized_end=130
-  _globals['_TOKENIZERESPONSE']._serialized_start=132
-  _globals['_TOKENIZERESPONSE']._serialized_end=190
-  _globals['_DETOKENIZEREQUEST']._serialized_start=192
-  _globals['_DETOKENIZEREQUEST']._serialized_end=294
-  _globals['_DETOKENIZERESPONSE']._serialized_start=296
-  _globals['_DETOKENIZERESPONSE']._serialized_end=330
-  _globals['_TOKENIZERSERVICE']._serialized_start=333
-  _globals['_TOKENIZERSERVICE']._serialized_end=495
+  _globals['_TOKENIZEREQUEST']._serialized_start=65
+  _globals['_TOKENIZEREQUEST']._serialized_end=199
+  _globals['_TOKENIZERESPONSE']._serialized_start=201
+  _globals['_TOKENIZERESPONSE']._serialized_end=277
+  _globals['_DETOKENIZEREQUEST']._serialized_start=279
+  _globals['_DETOKENIZEREQUEST']._serialized_end=381
+  _globals['_DETOKENIZERESPONSE']._serialized_start=383
+  _globals['_DETOKENIZERESPONSE']._serialized_end=417
+  _globals['_TOKENIZERSERVICE']._serialized_start=420
+  _globals['_TOKENIZERSERVICE']._serialized_end=582
 # @@protoc_insertion_point(module_scope)

@@ -52,9 +52,10 @@ class TokenizerServiceServicer:
     """
 
     def Tokenize(self, request, context):
-        """Turns text into token ids exactly as Generate does with a text prompt.
+        """Turns text, or a chat, into token ids exactly as Generate does with such a prompt.
 
-        Errors: INVALID_ARGUMENT (text is too long).
+        Errors: INVALID_ARGUMENT (text is too long, the template refuses the chat), FAILED_PRECONDITION
+        (the checkpoint has no chat template).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

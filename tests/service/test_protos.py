@@ -54,6 +54,6 @@ def test_counts_are_32_bit_so_that_json_shows_numbers():
     }
     files = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTOR_SET.read_bytes()).file
     ours = [file for file in files if file.package == "tandem.v1"]
-    assert len(ours) == 3
+    assert len(ours) == 4
     found = [f.name for file in ours for m in file.message_type for f in m.field if f.type in wide]
     assert found == []
