@@ -48,7 +48,14 @@ class AttentionCache:
         """Stores one key and value per valid position; masked ones go to the sink page.
 
         Rejected draft tokens need no removal: the next round writes over their positions.
+
+        A value that is not finite is stored as zeros under a key that is not a number. Whoever attends
+        to it gets no number; for everybody else, whose weight for it is 0, 0 times it is 0: a sick row
+        reaches neither the rows before it nor whoever gets its page next.
         """
+        finite_BTK1 = jnp.all(jnp.isfinite(v_BTKH), axis=-1, keepdims=True)
+        k_BTKH = jnp.where(finite_BTK1, k_BTKH, jnp.nan)
+        v_BTKH = jnp.where(finite_BTK1, v_BTKH, 0.0)
         page_size = self.k_pages.shape[2]
         index_BT = where.positions_BT // page_size
         page_BT = jnp.take_along_axis(where.page_table_BM, index_BT, axis=1, mode="clip")

@@ -1,8 +1,9 @@
-"""What is done to logits before a token is chosen: bias, penalties, no early end.
+"""What is done to logits before a token is chosen: bias, penalties, bars.
 
 Every position of a round is treated as if the draft tokens before it were accepted, so a reply does
 not depend on how its tokens were grouped into rounds. Order: logit bias, repetition penalty, frequency
-and presence penalty, then end and stop ids are barred until `min_tokens` are emitted.
+and presence penalty, then end and stop ids are barred until `min_tokens` are emitted, reasoning that
+is long enough is ended, and what a constraint does not allow is barred.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class LogitSettings:
     """End and stop ids."""
     stop_budget_B: PerSlotInt
     """max_tokens - min_tokens: a stop id is barred while more than this may still be emitted."""
+    reasoning_end_B: PerSlotInt
+    """The id that ends the reasoning, -1 where there is none."""
 
 
 @typing.no_type_check
@@ -140,6 +143,93 @@ def adjust(
     ):
         logits_BTV = jax.lax.cond(wanted, change, lambda unchanged: unchanged, logits_BTV)
     return logits_BTV
+
+
+def end_reasoning(
+    logits_BTV: jax.Array,
+    settings: LogitSettings,
+    drafts_BTU: jax.Array,
+    left_BT: jax.Array,
+) -> jax.Array:
+    """Leaves only the id that ends the reasoning where no more of it may be emitted.
+
+    Args:
+      logits_BTV: float32.
+      settings: per slot.
+      drafts_BTU: see `adjust`; the end among them ends the reasoning as well.
+      left_BT: tokens of reasoning that may still be emitted, the one at position t included.
+    """
+    end_B11 = settings.reasoning_end_B[:, None, None]
+    ended_BT = jnp.any(drafts_BTU == end_B11, axis=2)
+    forced_BT = (settings.reasoning_end_B >= 0)[:, None] & (left_BT <= 0) & ~ended_BT
+
+    def forced() -> jax.Array:
+        is_end_B1V = jnp.arange(logits_BTV.shape[2]) == end_B11
+        only_end_BTV = jnp.where(is_end_B1V, logits_BTV, -jnp.inf)
+        return jnp.where(forced_BT[..., None], only_end_BTV, logits_BTV)
+
+    return jax.lax.cond(jnp.any(forced_BT), forced, lambda: logits_BTV)
+
+
+def constrain(logits_BTV: jax.Array, constrained_B: jax.Array, allowed_BTW: jax.Array) -> jax.Array:
+    """Bars the tokens whose bits are not set in the slots that are constrained.
+
+    Args:
+      logits_BTV: float32.
+      constrained_B: bool.
+      allowed_BTW: uint32; bit i of word w is token 32 w + i.
+    """
+
+    def masked() -> jax.Array:
+        bits_BTW = (allowed_BTW[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed_BTV = bits_BTW.reshape(*allowed_BTW.shape[:2], -1)[..., : logits_BTV.shape[2]] > 0
+        return jnp.where(allowed_BTV | ~constrained_B[:, None, None], logits_BTV, -jnp.inf)
+
+    return jax.lax.cond(jnp.any(constrained_B), masked, lambda: logits_BTV)
+
+
+def likeliest(logits_BTV: jax.Array, count: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """The largest logits of each position in falling order, the lower id first on ties.
+
+    One pass over the logits for each, so none costs nothing. Not `lax.top_k`: XLA:GPU sorts the whole
+    vocabulary for it, and takes the decode call out of its CUDA graph to do so.
+
+    Args:
+      logits_BTV: float32.
+      count: int32 scalar, how many are wanted, 0 .. most.
+      most: how many there is room for.
+
+    Returns:
+      (int32 ids [B, T, most], their logits); zeros beyond `count`.
+    """
+    ids_V = jnp.arange(logits_BTV.shape[2], dtype=jnp.int32)
+
+    def next_(n: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        value_BT1, id_BT1, ids_BTN, values_BTN = found
+        behind_BTV = (logits_BTV < value_BT1) | ((logits_BTV == value_BT1) & (ids_V > id_BT1))
+        rest_BTV = jnp.where(behind_BTV, logits_BTV, -jnp.inf)
+        value_BT1 = jnp.max(rest_BTV, axis=2, keepdims=True)
+        is_it_BTV = behind_BTV & (rest_BTV == value_BT1)
+        # Where fewer tokens have a name than are wanted, the last is told again.
+        last = logits_BTV.shape[2] - 1
+        id_BT1 = jnp.min(jnp.where(is_it_BTV, ids_V, last), axis=2, keepdims=True)
+        at = (0, 0, n)
+        return (
+            value_BT1,
+            id_BT1,
+            jax.lax.dynamic_update_slice(ids_BTN, id_BT1, at),
+            jax.lax.dynamic_update_slice(values_BTN, value_BT1, at),
+        )
+
+    shape_BT = logits_BTV.shape[:2]
+    found = (
+        jnp.full((*shape_BT, 1), jnp.inf),
+        jnp.full((*shape_BT, 1), -1, jnp.int32),
+        jnp.zeros((*shape_BT, most), jnp.int32),
+        jnp.zeros((*shape_BT, most), jnp.float32),
+    )
+    *_, ids_BTN, values_BTN = jax.lax.fori_loop(0, count, next_, found)
+    return ids_BTN, values_BTN
 
 
 def _penalise(

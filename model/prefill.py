@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from model.cache import AttentionCache, DeltaNetCache, LayerCache, Placement, place
-from model.decode import DecodeState
+from model.decode import token_logits
 from model.decoder_layer import DecoderLayer
 from model.mtp import shift
+from model.state import DecodeShape, DecodeState
 from model.transformer import Transformer
 
 
@@ -44,6 +45,46 @@ def prefill_chunk(
     Returns:
       The state with the chunk in all caches.
     """
+    state, _ = _chunk(model, state, slot, tokens_T, count, start, next_token, page_row_M)
+    return state
+
+
+def score_chunk(
+    model: Transformer,
+    state: DecodeState,
+    slot: jax.Array,
+    tokens_T: jax.Array,
+    count: jax.Array,
+    start: jax.Array,
+    next_token: jax.Array,
+    page_row_M: jax.Array,
+    *,
+    shape: DecodeShape,
+) -> tuple[DecodeState, jax.Array]:
+    """`prefill_chunk` that also tells how likely the prompt is.
+
+    Returns:
+      (state, float32 [T]: log-probability, under the model itself, of the token after each of
+      tokens_T; void beyond `count`).
+    """
+    state, hidden_BTD = _chunk(model, state, slot, tokens_T, count, start, next_token, page_row_M)
+    logits_TV = token_logits(model, hidden_BTD, shape)[0]
+    next_T = _next_tokens(tokens_T[None], count, next_token)[0]
+    chosen_T = jnp.take_along_axis(logits_TV, next_T[:, None], axis=1)[:, 0]
+    return state, chosen_T - jax.nn.logsumexp(logits_TV, axis=1)
+
+
+def _chunk(
+    model: Transformer,
+    state: DecodeState,
+    slot: jax.Array,
+    tokens_T: jax.Array,
+    count: jax.Array,
+    start: jax.Array,
+    next_token: jax.Array,
+    page_row_M: jax.Array,
+) -> tuple[DecodeState, jax.Array]:
+    """(state, normed hidden states [1, T, D])."""
     offsets_1T = jnp.arange(tokens_T.shape[0])[None]
     where = place(start + offsets_1T, offsets_1T < count, page_row_M[None], model.config)
     x_BTD = model.embed_tokens(tokens_T[None])
@@ -51,21 +92,28 @@ def prefill_chunk(
     for layer, cache in zip(model.layers, state.caches, strict=True):
         x_BTD, cache = _layer(layer, x_BTD, where, cache, slot, start == 0)
         caches.append(cache)
+    hidden_BTD = model.norm(x_BTD)
     mtp, mtp_cache = model.mtp, state.mtp_cache
     if mtp is not None and mtp_cache is not None:
-        next_BT = shift(tokens_T[None], next_token[None])
-        next_BT = jnp.where(offsets_1T == count - 1, next_token, next_BT)
-        u_BTD = mtp.combine(model.embed_tokens(next_BT), model.norm(x_BTD))
+        next_BT = _next_tokens(tokens_T[None], count, next_token)
+        u_BTD = mtp.combine(model.embed_tokens(next_BT), hidden_BTD)
         mtp_cache = mtp.write(u_BTD, where, mtp_cache)
     pending_B = state.pending_B.at[slot].set(0)
     counts = state.counts.clear_prompt(slot, start == 0)
-    return dataclasses.replace(
+    state = dataclasses.replace(
         state,
         caches=tuple(caches),
         mtp_cache=mtp_cache,
         pending_B=pending_B,
         counts=counts.add_prompt(slot, tokens_T, offsets_1T[0] < count),
     )
+    return state, hidden_BTD
+
+
+def _next_tokens(tokens_BT: jax.Array, count: jax.Array, next_token: jax.Array) -> jax.Array:
+    """The token after each valid one: those of the chunk moved left by one, then `next_token`."""
+    next_BT = shift(tokens_BT, next_token[None])
+    return jnp.where(jnp.arange(tokens_BT.shape[1]) == count - 1, next_token, next_BT)
 
 
 def _layer(

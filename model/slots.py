@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from model.cache import DeltaNetCache
-from model.decode import DecodeState, SlotSettings
+from model.state import DecodeState, SlotSettings
 
 
 @typing.no_type_check
@@ -23,6 +23,8 @@ class Insertion:
     position: jax.Array
     """Its position: prompt length - 1."""
     budget: jax.Array
+    reasoning_left: jax.Array
+    """See `DecodeState.reasoning_left_B`."""
     settings: SlotSettings
     """One entry of every array of the slots' settings."""
 
@@ -59,6 +61,7 @@ def insert(state: DecodeState, slot: jax.Array, new: Insertion) -> DecodeState:
         draft_count_B=state.draft_count_B.at[slot].set(0),
         running_B=state.running_B.at[slot].set(True),
         budget_B=state.budget_B.at[slot].set(new.budget),
+        reasoning_left_B=state.reasoning_left_B.at[slot].set(new.reasoning_left),
         counts=counts,
         settings=jax.tree.map(lambda old, one: old.at[slot].set(one), state.settings, new.settings),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from flax import nnx
 
 from model.config import ModelConfig
-from model.decode import DecodeShape
+from model.state import DecodeShape
 from model.transformer import Transformer
 from service.engine.executor import JaxExecutor
 from service.engine.types import Request, SlotRounds
@@ -116,11 +117,13 @@ class Driver:
         self.replies[slot], self.rounds[slot], self.logprobs[slot] = [], [], []
         self.active.add(slot)
 
-    def step(self, draft_length: int | None = None) -> None:
+    def step(self, draft_length: int | None = None, **inputs: Any) -> None:
         """One decode call; the draft length is the executor's if not given."""
         if draft_length is None:
             draft_length = self.executor.limits.draft_length
-        for slot, rounds in enumerate(self.executor.decode(self.pages, draft_length).fetch()):
+        for slot, rounds in enumerate(
+            self.executor.decode(self.pages, draft_length, **inputs).fetch()
+        ):
             if slot in self.active:
                 self.rounds[slot].append(rounds)
                 self.replies[slot] += [token for row in rounds.tokens for token in row]

@@ -66,14 +66,15 @@ def compile_programs(options: argparse.Namespace, dump: pathlib.Path) -> list[di
     import jax.numpy as jnp
     from flax import nnx
 
-    from model import decode, programs
+    from model import programs
     from model.config import ModelConfig
+    from model.state import DecodeShape, init_inputs, init_state
     from model.transformer import Transformer
 
     config = ModelConfig.from_hf(read_config(options.config, options.layers))
     context = options.max_context or config.max_position_embeddings
     pages_per_slot = -(-context // options.page_size)
-    shape = decode.DecodeShape(
+    shape = DecodeShape(
         slots=options.slots,
         draft_length=options.draft_length if config.mtp_num_hidden_layers else 0,
         rounds=options.rounds,
@@ -100,11 +101,12 @@ def compile_programs(options: argparse.Namespace, dump: pathlib.Path) -> list[di
         return there(jax.ShapeDtypeStruct(dims, jnp.int32))
 
     leaves = there(leaves, dtype)
-    state = there(jax.eval_shape(lambda: decode.init_state(config, shape, dtype)))
+    state = there(jax.eval_shape(lambda: init_state(config, shape, dtype)))
+    inputs = there(jax.eval_shape(lambda: init_inputs(shape, config.vocab_size)))
     built = programs.build(treedef, shape, "cpu" if options.target == "cpu" else "gpu")
     scalar, chunk, table = ints(), ints(options.prefill_chunk), ints(pages_per_slot)
     calls = {
-        "decode": (leaves, state, ints(shape.slots, pages_per_slot), shape.draft_length),
+        "decode": (leaves, state, inputs, shape.draft_length),
         "prefill": (leaves, state, scalar, chunk, scalar, scalar, scalar, table),
     }
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

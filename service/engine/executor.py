@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,15 +19,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from model import checkpoint as checkpoint_lib
-from model import decode as decode_lib
 from model import programs as programs_lib
 from model import slots as slots_lib
 from model.costs import replay_bytes
-from model.decode import DecodeShape, SlotSettings
 from model.logits import MAX_LOGIT_BIAS, LogitSettings
 from model.sampling import SamplingSettings
+from model.state import NO_LIMIT, CallInputs, DecodeShape, SlotSettings, init_inputs, init_state
 from model.transformer import Transformer
-from service.engine.types import DecodeHandle, FinishReason, Limits, Request, SlotRounds
+from service.engine.types import (
+    NOTHING_CONSTRAINED,
+    DecodeHandle,
+    FinishReason,
+    Limits,
+    Request,
+    ScoreHandle,
+    SlotRounds,
+    TokenMasks,
+    TopTokens,
+)
+from service.startup import StartupLog, megabytes
 
 MAX_STOP_IDS = 16
 
@@ -49,13 +60,14 @@ class JaxExecutor:
         self._buckets = _prefill_buckets(prefill_chunk)
         self._prefill_chunk = prefill_chunk
         self._leaves, treedef = jax.tree.flatten(model)
-        dtype = model.embed_tokens.weight.dtype
-        self._state = decode_lib.init_state(model.config, shape, dtype)
+        self._dtype = model.embed_tokens.weight.dtype
+        self._state: Any = self._empty_state()
         self._vocab_size = shape.addressable_tokens
 
         self._programs = programs_lib.build(treedef, shape, jax.default_backend())
+        self._inputs = init_inputs(shape, model.config.vocab_size)
         self._page_table = np.zeros((shape.slots, self.limits.pages_per_slot), np.int32)
-        self._page_table_on_device = jnp.asarray(self._page_table)
+        self._top_logprobs = [0] * shape.slots  # what the request of each slot asked for
 
     @property
     def limits(self) -> Limits:
@@ -74,20 +86,46 @@ class JaxExecutor:
             speculation_bytes_per_slot=replay_bytes(self._config, shape.draft_length),
         )
 
-    def warm_up(self, *, single_program: bool = False) -> None:
+    def warm_up(self, *, single_program: bool = False, log: StartupLog | None = None) -> None:
         """Compiles and runs every program once, with all writes going to the sink page.
 
         Args:
           single_program: decode calls will be of the full draft length only (strict mode).
+          log: hears of each program.
         """
-        for bucket in self._buckets:
-            self.prefill(0, (), 0, (0,) * bucket, 0)
-        self.insert(0, Request(request_id="warm-up", prompt_ids=(0, 0), max_tokens=1), 0)
-        self.set_draft_cap(0, 0)
-        self.release(0)
+        request = Request(request_id="warm-up", prompt_ids=(0, 0), max_tokens=1)
         longest = self._shape.draft_length
-        for draft_length in range(longest if single_program else 0, longest + 1):
-            self.decode([()] * self._shape.slots, draft_length).fetch()
+        runs: dict[str, Callable[[], object]] = {
+            f"prefill, {bucket} tokens": partial(self.prefill, 0, (), 0, (0,) * bucket, 0)
+            for bucket in self._buckets
+        }
+        runs |= {
+            f"scored prefill of {bucket} tokens": partial(
+                self.prefill, 0, (), 0, (0,) * bucket, 0, score=True
+            )
+            for bucket in self._buckets
+        }
+        runs |= {
+            "insert": partial(self.insert, 0, request, 0),
+            "set_draft_cap": partial(self.set_draft_cap, 0, 0),
+            "release": partial(self.release, 0),
+        }
+        runs |= {
+            f"decode, draft length {draft_length}": partial(self._decode_nothing, draft_length)
+            for draft_length in range(longest if single_program else 0, longest + 1)
+        }
+        log = log or StartupLog()
+        for number, (name, run) in enumerate(runs.items(), 1):
+            with _CacheWatch() as watch:
+                run()
+                self.wait()
+            log.program(name, number, len(runs), cached=watch.cached)
+
+    def reset(self) -> None:
+        """See `types.Executor.reset`."""
+        self._state = None  # first: there may be no room for two
+        self._state = self._empty_state()
+        self._decode_nothing(self._shape.draft_length)
 
     def compile_counts(self) -> dict[str, int]:
         """How often each program was compiled so far; constant after `warm_up`."""
@@ -103,15 +141,17 @@ class JaxExecutor:
         start: int,
         tokens: Sequence[int],
         next_token: int,
-    ) -> None:
+        score: bool = False,
+    ) -> ScoreHandle | None:
         """See `types.Executor.prefill`."""
         bucket = next(size for size in self._buckets if size >= len(tokens))
         padded = np.zeros(bucket, np.int32)
         padded[: len(tokens)] = tokens
-        self._run(
-            "prefill", np.int32(slot), padded, np.int32(len(tokens)), np.int32(start),
-            np.int32(next_token), self._page_row(page_ids),
+        scores = self._run(
+            "score" if score else "prefill", np.int32(slot), padded, np.int32(len(tokens)),
+            np.int32(start), np.int32(next_token), self._page_row(page_ids),
         )  # fmt: skip
+        return _Scores(scores, len(tokens)) if score else None
 
     def insert(self, slot: int, request: Request, draft_cap: int) -> None:
         """See `types.Executor.insert`."""
@@ -119,8 +159,10 @@ class JaxExecutor:
             last_token=_scalar(request.prompt_ids[-1], np.int32),
             position=_scalar(len(request.prompt_ids) - 1, np.int32),
             budget=_scalar(request.max_tokens, np.int32),
+            reasoning_left=_scalar(_reasoning_left(request), np.int32),
             settings=_settings(request, draft_cap, self._shape),
         )
+        self._top_logprobs[slot] = request.top_logprobs
         self._run("insert", np.int32(slot), insertion)
 
     def release(self, slot: int) -> None:
@@ -131,19 +173,53 @@ class JaxExecutor:
         """See `types.Executor.set_draft_cap`."""
         self._run("set_draft_cap", np.int32(slot), np.int32(draft_cap))
 
-    def decode(self, page_tables: Sequence[Sequence[int]], draft_length: int) -> DecodeHandle:
+    def decode(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        draft_length: int,
+        allowed: Mapping[int, TokenMasks] = NOTHING_CONSTRAINED,
+        held: Collection[int] = (),
+    ) -> DecodeHandle:
         """See `types.Executor.decode`."""
         page_table = np.stack([self._page_row(page_ids) for page_ids in page_tables])
         if not np.array_equal(page_table, self._page_table):
             self._page_table = page_table
-            self._page_table_on_device = jnp.asarray(page_table)
-        packed = self._run("decode", self._page_table_on_device, draft_length)
+            self._inputs = dataclasses.replace(self._inputs, page_table_BM=jnp.asarray(page_table))
+        inputs = self._constrained(allowed, held) if allowed or held else self._inputs
+        packed, top = self._run("decode", inputs, draft_length)
         packed.copy_to_host_async()
-        return _Call(packed, self._shape.draft_length + 1)
+        wanted = tuple(self._top_logprobs)
+        if any(wanted):
+            top.copy_to_host_async()
+        return _Call(packed, top, wanted, self._shape.draft_length)
+
+    def _constrained(self, allowed: Mapping[int, TokenMasks], held: Collection[int]) -> CallInputs:
+        """The inputs of a call in which some slots are not free."""
+        rounds_B = np.full(self._shape.slots, self._shape.rounds, np.int32)
+        constrained_B = np.zeros(self._shape.slots, np.bool_)
+        allowed_BTW = np.zeros(self._inputs.allowed_BTW.shape, np.uint32)
+        for slot, masks in allowed.items():
+            rounds_B[slot], constrained_B[slot] = 1, True
+            for position, mask in enumerate(masks):
+                row = np.frombuffer(mask, np.uint8)
+                allowed_BTW[slot, position].view(np.uint8)[: len(row)] = row
+        rounds_B[list(held)] = 0
+        return dataclasses.replace(
+            self._inputs,
+            rounds_B=jnp.asarray(rounds_B),
+            constrained_B=jnp.asarray(constrained_B),
+            allowed_BTW=jnp.asarray(allowed_BTW),
+        )
 
     def wait(self) -> None:
         """See `types.Executor.wait`."""
         jax.block_until_ready(self._state.pending_B)
+
+    def _empty_state(self) -> Any:
+        return init_state(self._config, self._shape, self._dtype)
+
+    def _decode_nothing(self, draft_length: int) -> None:
+        self.decode([()] * self._shape.slots, draft_length).fetch()
 
     def _page_row(self, page_ids: Sequence[int]) -> np.ndarray:
         row = np.zeros(self.limits.pages_per_slot, np.int32)
@@ -152,13 +228,11 @@ class JaxExecutor:
 
     def _run(self, name: str, *args: Any) -> Any:
         """Runs a program on the state, which it donates and replaces."""
-        if name in ("decode", "prefill"):
-            result = self._programs[name](self._leaves, self._state, *args)
-        else:
-            result = self._programs[name](self._state, *args)
-        if name == "decode":
-            self._state, packed = result
-            return packed
+        model = (self._leaves,) if name in ("decode", "prefill", "score") else ()
+        result = self._programs[name](*model, self._state, *args)
+        if name in ("decode", "score"):
+            self._state, result = result
+            return result
         self._state = result
         return None
 
@@ -184,13 +258,23 @@ def _settings(request: Request, draft_cap: int, shape: DecodeShape) -> SlotSetti
             presence_B=_scalar(sampling.presence_penalty, np.float32),
             stop_ids_BX=_padded([token for token, _ in watched], shape.max_stop_ids, -1, np.int32),
             stop_budget_B=_scalar(request.max_tokens - request.min_tokens, np.int32),
+            reasoning_end_B=_scalar(
+                -1 if request.reasoning_end is None else request.reasoning_end, np.int32
+            ),
         ),
         stop_reasons_BX=_padded(
             [int(reason) for _, reason in watched], shape.max_stop_ids, 0, np.int32
         ),
         draft_cap_B=_scalar(draft_cap, np.int32),
         logprobs_B=_scalar(request.logprobs, np.bool_),
+        top_logprobs_B=_scalar(request.top_logprobs, np.int32),
     )
+
+
+def _reasoning_left(request: Request) -> int:
+    if request.reasoning_end is None or request.max_reasoning_tokens is None:
+        return NO_LIMIT
+    return min(request.max_reasoning_tokens, NO_LIMIT - 1)
 
 
 def _scalar(value: float, dtype: Any) -> Any:
@@ -205,19 +289,33 @@ def _padded(values: Sequence[float], length: int, filler: int, dtype: Any) -> An
 
 
 @dataclasses.dataclass(frozen=True)
+class _Scores:
+    """A scored prefill chunk in flight."""
+
+    scores_T: jax.Array
+    count: int
+
+    def fetch(self) -> Sequence[float]:
+        return np.asarray(self.scores_T)[: self.count].tolist()
+
+
+@dataclasses.dataclass(frozen=True)
 class _Call:
     """A decode call in flight: its packed output (see `decode.decode_rounds`)."""
 
     packed_OBY: jax.Array
-    tokens_per_round: int
+    top_OBTN: jax.Array
+    top_logprobs: tuple[int, ...]
+    """How many each slot wants."""
+    draft_length: int
 
     def fetch(self) -> Sequence[SlotRounds]:
         packed_OBY = np.ascontiguousarray(np.asarray(self.packed_OBY))
-        return [self._slot(packed_OBY[:, slot]) for slot in range(packed_OBY.shape[1])]
+        return [self._slot(slot, packed_OBY[:, slot]) for slot in range(packed_OBY.shape[1])]
 
-    def _slot(self, packed_OY: np.ndarray) -> SlotRounds:
-        width = self.tokens_per_round
-        emitted, drafted, accepted, finish = packed_OY[:, 2 * width :].T.tolist()
+    def _slot(self, slot: int, packed_OY: np.ndarray) -> SlotRounds:
+        width, drafts = self.draft_length + 1, self.draft_length
+        emitted, drafted, accepted, finish, ahead = packed_OY[:, 2 * width + drafts :].T.tolist()
         tokens = packed_OY[:, :width].tolist()
         logprobs = packed_OY[:, width : 2 * width].view(np.float32).tolist()
         return SlotRounds(
@@ -226,7 +324,20 @@ class _Call:
             drafted=drafted,
             accepted=accepted,
             finish=FinishReason(max(finish)),
+            top_logprobs=self._top(slot, emitted) if self.top_logprobs[slot] else (),
+            next_drafts=packed_OY[-1, 2 * width : 2 * width + ahead[-1]].tolist(),
         )
+
+    def _top(self, slot: int, emitted: list[int]) -> list[list[TopTokens]]:
+        """Per round and emitted token."""
+        top_OTN, wanted = np.asarray(self.top_OBTN)[:, slot], self.top_logprobs[slot]
+        count = top_OTN.shape[2] // 2
+        ids = top_OTN[..., :wanted].tolist()
+        values = top_OTN[..., count : count + wanted].copy().view(np.float32).tolist()
+        return [
+            [tuple(zip(ids[o][t], values[o][t], strict=True)) for t in range(emitted[o])]
+            for o in range(len(emitted))
+        ]
 
 
 def load_executor(
@@ -241,6 +352,7 @@ def load_executor(
     prefill_chunk: int,
     dtype: str,
     addressable_tokens: int | None = None,
+    log: StartupLog | None = None,
 ) -> JaxExecutor:
     """Loads a hub directory and builds an executor for it.
 
@@ -256,13 +368,17 @@ def load_executor(
       dtype: "float32" or "bfloat16", of parameters, keys and values.
       addressable_tokens: ids from here on name no token and are never chosen; None: all rows of the
         output head do.
+      log: hears of each stage.
 
     Raises:
       ValueError: too few pages for one request of full length.
       model.checkpoint.CheckpointError: listing all that is wrong with the tensors.
       model.config.ConfigError: naming the fields that cannot be served.
     """
+    log = log or StartupLog()
     loaded = checkpoint_lib.load(checkpoint, jnp.dtype(dtype))
+    stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    log.stage(f"checkpoint read, {megabytes(stored)} in {checkpoint}")
     for notice in loaded.notices:
         _log.warning("%s", notice)
     config = loaded.model.config
@@ -283,7 +399,48 @@ def load_executor(
         max_stop_ids=MAX_STOP_IDS,
         addressable_tokens=min(addressable_tokens or config.vocab_size, config.vocab_size),
     )
-    return JaxExecutor(loaded.model, shape, prefill_chunk=prefill_chunk)
+    executor = JaxExecutor(loaded.model, shape, prefill_chunk=prefill_chunk)
+    leaves = jax.block_until_ready(jax.tree.leaves(loaded.model))
+    executor.wait()
+    held = megabytes(sum(leaf.nbytes for leaf in leaves))
+    log.stage(f"parameters and an empty state are on the device, {held} in {dtype}")
+    return executor
+
+
+def use_compilation_cache(directory: pathlib.Path) -> None:
+    """Keeps compiled programs in a directory, for this process and later ones.
+
+    Call it before anything is compiled. Programs are kept by what they compute, compiler, options
+    and machine, so servers of different kinds may share a directory. One that cannot be read or
+    written costs a warning and the compiling.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # All of them: by default programs that compile in less than a second are left out.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _CacheWatch:
+    """Listens whether programs come from the compilation cache, for the length of a block."""
+
+    def __init__(self) -> None:
+        self._requests = self._hits = 0
+
+    @property
+    def cached(self) -> bool:
+        """Whether something was compiled in the block, and all of it came from the cache."""
+        return 0 < self._requests == self._hits
+
+    def __enter__(self) -> _CacheWatch:
+        jax.monitoring.register_event_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_listener(self._listen)
+
+    def _listen(self, event: str, **_: str | int) -> None:
+        self._requests += event == "/jax/compilation_cache/compile_requests_use_cache"
+        self._hits += event == "/jax/compilation_cache/cache_hits"
 
 
 def _prefill_buckets(chunk: int) -> tuple[int, ...]:

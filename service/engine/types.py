@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. The values 1 to 4 are what the decode program itself reports."""
+    """Why a request ended. The values 1 to 5 are what the decode program itself reports."""
 
     NONE = 0
     END_OF_SEQUENCE = 1
@@ -24,6 +24,16 @@ class FinishReason(enum.IntEnum):
     """The request's token budget is used up."""
     CONTEXT_LENGTH = 4
     """The slot reached the longest context that this server holds."""
+    NOT_FINITE = 5
+    """The logits of the next token were not finite: a failure, told as one."""
+
+
+class Priority(enum.IntEnum):
+    """Class of the waiting queue; a larger one goes first. `waiting.py` has the exact rule."""
+
+    LOW = 1
+    NORMAL = 2
+    HIGH = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,8 +79,32 @@ class Request:
     """End and stop ids are barred until this many tokens are emitted."""
     logprobs: bool = False
     """Whether the log-probability of each emitted token is wanted."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are wanted per emitted token, at most `MAX_TOP_LOGPROBS`."""
+    prompt_logprobs: bool = False
+    """Whether the log-probability of each prompt token but the first is wanted."""
+    reasoning_end: int | None = None
+    """The id that ends the reasoning which the prompt has opened; None when it has opened none."""
+    max_reasoning_tokens: int | None = None
+    """Tokens of reasoning after which `reasoning_end` is all that can be chosen; None: no limit."""
     max_draft_tokens: int | None = None
     """Draft cap for this request; 0 is off; None leaves it to the server."""
+    priority: Priority = Priority.NORMAL
+    """Choices of one call share it."""
+    first_token_deadline: float | None = None
+    """When the first token is wanted at the latest, in seconds on the clock of `time.monotonic`: a
+    call that has no slot by then is given up. None: never. Choices of one call share it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """Where a request stands in the waiting queue."""
+
+    position: int
+    """Waiting requests before it, each choice counted, in the order in which they would be served if
+    none arrived."""
+    estimated_wait_s: float | None
+    """Seconds until it gets its slot, roughly (`estimates.py`); None while nothing is known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +120,13 @@ class SpeculationStats:
     """Entry n counts the rounds that accepted n draft tokens (length U + 1)."""
 
 
+MAX_TOP_LOGPROBS = 20
+"""The most likeliest tokens that can be asked for per position."""
+
+TopTokens = tuple[tuple[int, float], ...]
+"""(token id, log-probability) of the likeliest tokens at one position, likeliest first."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The tokens that one decode call emitted for one request; empty only when it finishes so."""
@@ -99,6 +140,10 @@ class TokenChunk:
     """Cumulative over the request."""
     logprobs: tuple[float, ...] = ()
     """Per token, if `Request.logprobs`; otherwise empty."""
+    top_logprobs: tuple[TopTokens, ...] = ()
+    """Per token, if `Request.top_logprobs`; otherwise empty."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Of the prompt's tokens but the first, in the first chunk if `Request.prompt_logprobs`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,6 +199,26 @@ class SlotRounds:
     logprobs: Sequence[Sequence[float]] = ()
     """Log-probabilities of the emitted ids, of the model itself: before bias, penalties and
     temperature. Void unless the request asked for them."""
+    top_logprobs: Sequence[Sequence[TopTokens]] = ()
+    """Likeliest tokens at the place of each emitted id, as many as the request asked for."""
+    next_drafts: Sequence[int] = ()
+    """What the slot's next round verifies, as things stand after the call."""
+
+
+TokenMasks = Sequence[bytes]
+"""Which tokens may be chosen at each position of one round, as bits: position t follows the first t
+draft tokens (`SlotRounds.next_drafts`); token i is bit i % 8 of byte i // 8. Positions that are
+missing, like those behind a draft that is not allowed, are not looked at."""
+
+NOTHING_CONSTRAINED: Mapping[int, TokenMasks] = {}
+
+
+class ScoreHandle(Protocol):
+    """A prefill chunk in flight whose tokens are scored."""
+
+    def fetch(self) -> Sequence[float]:
+        """Waits for the chunk; returns the log-probability of the token after each of its tokens."""
+        ...
 
 
 class DecodeHandle(Protocol):
@@ -175,8 +240,14 @@ class Executor(Protocol):
     def limits(self) -> Limits: ...
 
     def prefill(
-        self, slot: int, page_ids: Sequence[int], start: int, tokens: Sequence[int], next_token: int
-    ) -> None:
+        self,
+        slot: int,
+        page_ids: Sequence[int],
+        start: int,
+        tokens: Sequence[int],
+        next_token: int,
+        score: bool = False,
+    ) -> ScoreHandle | None:
         """Writes one chunk of a prompt into a slot's caches.
 
         The last prompt token is never prefilled: it is the first input of the decode program, which
@@ -189,6 +260,10 @@ class Executor(Protocol):
           tokens: 1 .. prefill_chunk prompt ids.
           next_token: the prompt id at position start + len(tokens) (the MTP head's KV cache pairs
             each hidden state with the following token).
+          score: whether to tell how likely the token after each of these is.
+
+        Returns:
+          None unless `score`.
         """
         ...
 
@@ -204,7 +279,13 @@ class Executor(Protocol):
         """Changes how many draft tokens a running slot verifies per round, 0 .. draft_length."""
         ...
 
-    def decode(self, page_tables: Sequence[Sequence[int]], draft_length: int) -> DecodeHandle:
+    def decode(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        draft_length: int,
+        allowed: Mapping[int, TokenMasks] = NOTHING_CONSTRAINED,
+        held: Collection[int] = (),
+    ) -> DecodeHandle:
         """Dispatches one decode call over all slots.
 
         There is a program for each draft length: a shorter one costs less, and calls of different
@@ -217,6 +298,9 @@ class Executor(Protocol):
           draft_length: which program runs, 0 .. `Limits.draft_length`. No slot verifies more draft
             tokens in a round of this call, or drafts more for the next round, whatever its cap;
             what an earlier call drafted beyond that is dropped unverified.
+          allowed: by slot, the tokens that may be chosen in the next round. These slots take part in
+            one round of this call.
+          held: slots that take part in no round of this call, though they run.
         """
         ...
 
@@ -225,5 +309,13 @@ class Executor(Protocol):
 
         Paces prefill while no slot decodes: there is no call to fetch then, and chunks dispatched
         far ahead would delay every later request and outlive an abort.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Begins anew after a failure: drops all state of all slots, and proves that programs run.
+
+        Called while no engine owns the executor, on any thread; compiles nothing. Raises whatever
+        the device does if it is not fit to go on.
         """
         ...

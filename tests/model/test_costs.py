@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 import tiny
-from model import decode
+from model import state as state_lib
 from model.costs import replay_bytes, round_bytes
 
 
@@ -15,7 +15,7 @@ def test_replay_inputs_are_what_the_state_holds_more_with_drafts():
 
     def recurrent_bytes(draft_length: int) -> int:
         shape = tiny.dataclasses.replace(tiny.SHAPE, slots=1, draft_length=draft_length)
-        state = jax.eval_shape(lambda: decode.init_state(config, shape, "float32"))
+        state = jax.eval_shape(lambda: state_lib.init_state(config, shape, "float32"))
         caches = [cache for cache in state.caches if hasattr(cache, "state_BWPR")]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import tiny
+from model import decode as decode_lib
+from model import state as state_lib
 from service.engine.types import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -53,6 +55,80 @@ def test_cached_decode_equals_full_forward_at_every_draft_length(driver, length)
     want = full_forward_greedy(ids, 24)
     for cap in CAPS:
         assert driver.run(Request("r", ids, 24, GREEDY), cap) == want, cap
+
+
+@pytest.mark.slow
+def test_twenty_prompts_of_1_to_600_tokens_give_one_reply_at_every_draft_length():
+    """Case 1 as it is told: drafts off and 1 to 3, lengths around every border, 128 tokens."""
+    executor = tiny.executor(MODEL, max_context=768, pages=1 + 4 * 48)
+    lengths = [
+        1,
+        2,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        63,
+        64,
+        65,
+        127,
+        128,
+        129,
+        191,
+        192,
+        193,
+        320,
+        513,
+        600,
+    ]
+    prompts = [prompt(length, seed=length) for length in lengths]
+    replies = []
+    for ids in prompts:
+        driver = tiny.Driver(executor)
+        for cap in CAPS:  # side by side: in company as well
+            driver.start(cap, Request("r", ids, 128, GREEDY), cap)
+        by_cap = driver.finish()
+        assert all(by_cap[cap] == by_cap[0] for cap in CAPS), len(ids)
+        replies.append(by_cap[0])
+        sampled = Request("s", ids, 128, SamplingParams(temperature=1.0, seed=len(ids)))
+        for cap in CAPS:
+            driver.start(cap, sampled, cap)
+        by_cap = driver.finish()
+        assert all(by_cap[cap] == by_cap[0] for cap in CAPS), len(ids)
+    for ids, reply in list(zip(prompts, replies, strict=True))[-3:]:
+        assert reply[:16] == full_forward_greedy(ids, 16)
+
+
+def checksum(state, slot: int, page_ids: list[int]) -> list[np.ndarray]:
+    """Everything that belongs to one slot: its row of each per-slot array, and its pages."""
+    slots = tiny.SHAPE.slots
+    rows = [leaf for leaf in jax.tree.leaves(state) if leaf.shape[0] == slots]
+    pages = [leaf for leaf in jax.tree.leaves(state) if leaf.shape[0] == tiny.SHAPE.pages]
+    assert len(rows) + len(pages) == len(jax.tree.leaves(state))
+    return [
+        *(np.array(leaf[slot]) for leaf in rows),
+        *(np.array(leaf[np.array(page_ids)]) for leaf in pages),
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_slots_that_are_not_used_are_not_written(count):
+    """Case 5: committed state, settings and pages of the other slots stay as they are, bit for bit."""
+    executor = tiny.executor(MODEL)
+    driver = tiny.Driver(executor)
+    for slot in range(4):  # something to lose in every slot
+        driver.start(slot, Request("before", prompt(40, seed=slot), 9, GREEDY), 3)
+    driver.finish()
+    driver.step()  # commits what was pending
+    unused = range(count, 4)
+    before = [checksum(executor._state, slot, driver.pages[slot]) for slot in unused]
+    for slot in range(count):
+        driver.start(slot, Request("r", prompt(70, seed=slot), 64, GREEDY), 3, decode_between=True)
+    driver.finish()
+    after = [checksum(executor._state, slot, driver.pages[slot]) for slot in unused]
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 @pytest.mark.parametrize(
@@ -284,20 +360,46 @@ def test_abort_between_draft_and_commit_leaves_the_slot_clean(driver):
         assert driver.run(Request("f", ids, 20, GREEDY), 3, slot=2) == full_forward_greedy(ids, 20)
 
 
-def test_not_a_number_stays_inside_its_request():
-    """Case 31: a slot whose hidden states are not finite does not reach its neighbours."""
-    ids = prompt(30, seed=7)
-    healthy = full_forward_greedy(ids, 24)
-    poison = next(token for token in range(96) if token not in (*ids, *healthy))
+def poisoned_executor(*known: int):
+    """An executor for a model with one token whose embedding is not a number; the token."""
+    poison = next(token for token in range(96) if token not in known)
     table = MODEL.embed_tokens.weight[...]
     leaves, treedef = jax.tree.flatten(MODEL)
     poisoned = [leaf.at[poison].set(jnp.nan) if leaf is table else leaf for leaf in leaves]
     assert sum(bool(np.isnan(leaf).any()) for leaf in poisoned) == 1
-    driver = tiny.Driver(tiny.executor(jax.tree.unflatten(treedef, poisoned)))
-    driver.start(0, Request("sick", (5, poison, 6, 7), 24, GREEDY), 3)
+    return tiny.executor(jax.tree.unflatten(treedef, poisoned)), poison
+
+
+def test_not_a_number_ends_its_request_and_reaches_no_other():
+    """Case 31: neither the neighbours, nor the sink page, nor whoever gets slot and pages next."""
+    ids, short = prompt(30, seed=7), prompt(2, seed=8)
+    healthy = full_forward_greedy(ids, 24)
+    executor, poison = poisoned_executor(*ids, *short, *healthy, *full_forward_greedy(short, 24))
+    driver = tiny.Driver(executor)
+    # A healthy slot with no more pages than it needs reads the sink page behind them.
+    driver.pages[1] = driver.pages[1][:4]
+    driver.start(0, Request("sick", (5, poison, *prompt(60)), 24, GREEDY), 3)
     driver.start(1, Request("healthy", ids, 24, GREEDY), 3)
-    assert driver.finish()[1] == healthy
-    assert driver.run(Request("next", ids, 24, GREEDY), 3, slot=0) == healthy
+    replies = driver.finish()
+    assert replies == {0: [], 1: healthy}
+    assert driver.rounds[0][-1].finish is FinishReason.NOT_FINITE
+    for follower in (short, ids):
+        want = full_forward_greedy(follower, 24)
+        assert driver.run(Request("next", follower, 24, GREEDY), 3, slot=0) == want
+
+
+def test_a_draft_that_is_not_a_number_is_rejected_and_leaves_no_trace():
+    """Cases 7 and 31: the row of a draft must not reach the rows before it, nor the next rounds."""
+    ids = prompt(21, seed=2)
+    want = full_forward_greedy(ids, 40)
+    executor, poison = poisoned_executor(*ids, *want)
+    driver = tiny.Driver(executor)
+    driver.start(0, Request("r", ids, 40, GREEDY), 3)
+    while driver.active:
+        state = executor._state
+        executor._state = dataclasses.replace(state, drafts_BU=state.drafts_BU.at[0, 1].set(poison))
+        driver.step()
+    assert driver.replies[0] == want
 
 
 def test_rows_that_name_no_token_are_never_chosen():
@@ -312,7 +414,14 @@ def test_nothing_compiles_after_warm_up():
     executor = tiny.executor(MODEL)
     executor.warm_up()
     counts = executor.compile_counts()
-    assert counts == {"decode": 4, "prefill": 2, "insert": 1, "release": 1, "set_draft_cap": 1}
+    assert counts == {
+        "decode": 4,
+        "prefill": 2,
+        "score": 2,
+        "insert": 1,
+        "release": 1,
+        "set_draft_cap": 1,
+    }
     driver = tiny.Driver(executor)
     for n in range(4):
         sampling = SamplingParams(temperature=n / 2, top_k=n, seed=n)
@@ -324,15 +433,148 @@ def test_nothing_compiles_after_warm_up():
 
 def test_state_is_donated_whole():
     """Every byte of the caches is updated in place: the program aliases them all."""
-    from model import decode as decode_lib
-
     shape = tiny.SHAPE
-    state = jax.eval_shape(lambda: decode_lib.init_state(MODEL.config, shape, jnp.float32))
-    pages = jax.ShapeDtypeStruct((shape.slots, 16), jnp.int32)
+    state = jax.eval_shape(lambda: state_lib.init_state(MODEL.config, shape, jnp.float32))
+    inputs = jax.eval_shape(lambda: state_lib.init_inputs(shape, MODEL.config.vocab_size))
     program = jax.jit(
-        lambda model, state, pages: decode_lib.decode_rounds(model, state, pages, shape, 3),
+        lambda model, state, inputs: decode_lib.decode_rounds(model, state, inputs, shape, 3),
         donate_argnums=1,
     )
-    memory = program.lower(MODEL, state, pages).compile().memory_analysis()
+    memory = program.lower(MODEL, state, inputs).compile().memory_analysis()
     expected = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.caches))
     assert memory is not None and memory.alias_size_in_bytes >= expected
+
+
+def full_forward_logits(ids: tuple[int, ...]) -> np.ndarray:
+    return np.asarray(jax.jit(lambda tokens: MODEL.logits(MODEL(tokens)))(np.array([ids])))[0]
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_top_logprobs_are_those_of_the_whole_sequence(driver, cap):
+    """Case 24: one entry per token, aligned, the chosen one first when greedy."""
+    ids = prompt(21, seed=3)
+    driver.start(0, Request("r", ids, 24, GREEDY, logprobs=True, top_logprobs=5), cap)
+    driver.start(1, Request("n", ids, 24, GREEDY), cap)
+    reply = driver.finish()[0]
+    top = [tokens for call in driver.rounds[0] for row in call.top_logprobs for tokens in row]
+    assert len(top) == len(reply) == 24
+    logits = full_forward_logits((*ids, *reply))[len(ids) - 1 : -1]
+    logprobs = np.asarray(jax.nn.log_softmax(logits))
+    for row, tokens, chosen, own in zip(logprobs, top, reply, driver.logprobs[0], strict=True):
+        assert [token for token, _ in tokens] == np.argsort(-row, kind="stable")[:5].tolist()
+        np.testing.assert_allclose(
+            [value for _, value in tokens], np.sort(row)[::-1][:5], atol=1e-4
+        )
+        assert tokens[0][0] == chosen
+        assert tokens[0][1] == pytest.approx(own, abs=1e-6)
+    assert not any(call.top_logprobs for call in driver.rounds[1])
+
+
+@pytest.mark.parametrize("length", [2, 64, 65, 150])
+def test_prompt_logprobs_are_those_of_the_whole_sequence(length):
+    executor = shared_executor()
+    driver = tiny.Driver(executor)
+    ids = prompt(length, seed=length)
+    chunk = executor.limits.prefill_chunk
+    scores: list[float] = []
+    for start in range(0, length - 1, chunk):
+        end = min(start + chunk, length - 1)
+        part = executor.prefill(0, driver.pages[0], start, ids[start:end], ids[end], score=True)
+        assert part is not None
+        scores += part.fetch()
+    logprobs = np.asarray(jax.nn.log_softmax(full_forward_logits(ids)))
+    want = logprobs[np.arange(length - 1), ids[1:]]
+    np.testing.assert_allclose(scores, want, atol=1e-4)
+    request = Request("r", ids, 12, GREEDY)
+    executor.insert(0, request, 3)
+    driver.replies[0], driver.rounds[0], driver.logprobs[0] = [], [], []
+    driver.active.add(0)
+    assert driver.finish()[0] == full_forward_greedy(ids, 12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("budget", [0, 1, 2, 5, 6, 7, 200])
+def test_reasoning_ends_at_its_budget_at_every_draft_length(driver, budget, temperature):
+    ids, end = prompt(17, seed=5), 77
+    plain = Request("r", ids, 40, SamplingParams(temperature=temperature, seed=9))
+    free = driver.run(plain, 3)
+    assert end not in free[:8]
+    limited = dataclasses.replace(plain, reasoning_end=end, max_reasoning_tokens=budget)
+    replies = [driver.run(limited, cap) for cap in CAPS]
+    assert all(reply == replies[0] for reply in replies)
+    if budget == 200:
+        assert replies[0] == free
+    else:
+        assert replies[0][:budget] == free[:budget]
+        assert replies[0][budget] == end
+
+
+def test_reasoning_that_ends_by_itself_has_no_budget_left_to_meet(driver):
+    ids = prompt(17, seed=5)
+    plain = Request("r", ids, 40, GREEDY)
+    free = driver.run(plain, 3)
+    limited = dataclasses.replace(plain, reasoning_end=free[3], max_reasoning_tokens=9)
+    for cap in CAPS:
+        assert driver.run(limited, cap) == free
+
+
+def mask(tokens) -> bytes:
+    """Bits of the tokens that are allowed."""
+    bits = np.zeros(96, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def allowed_after(count: int) -> set[int]:
+    """A made-up grammar: the place of a token decides which ones may stand there."""
+    return {token for token in range(1, 96) if token % 5 == count % 5}
+
+
+def constrained_reply(driver, request: Request, cap: int, hold: bool) -> list[int]:
+    """Runs slot 0 under the grammar, a round at a time, beside a free slot."""
+    driver.start(0, request, cap)
+    while 0 in driver.active:
+        calls = driver.rounds[0]
+        drafts = calls[-1].next_drafts if calls else ()
+        done = len(driver.replies[0])
+        masks = [mask(allowed_after(done + t)) for t in range(len(drafts) + 1)]
+        if hold:
+            driver.step(held=(0,))
+            assert driver.rounds[0].pop().tokens == [[], []]
+        driver.step(allowed={0: masks})
+    return driver.replies[0]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=4)])
+def test_constrained_tokens_are_the_allowed_ones_and_do_not_depend_on_drafts(driver, sampling):
+    """Also when the slot sits calls out, and the slot beside it is as it is alone."""
+    ids = prompt(20, seed=6)
+    request = Request("r", ids, 30, sampling)
+    other = Request("o", prompt(33, seed=7), 90, SamplingParams(temperature=0.9, seed=1))
+    alone = driver.run(other, 3, slot=1)
+    replies = []
+    for cap in CAPS:
+        for hold in (False, True):
+            driver.start(1, other, 3)
+            replies.append(constrained_reply(driver, request, cap, hold))
+            driver.finish()
+            assert driver.replies[1] == alone
+    assert all(token in allowed_after(n) for n, token in enumerate(replies[0]))
+    assert all(reply == replies[0] for reply in replies)
+    if sampling is GREEDY:
+        seen = ids
+        for n, token in enumerate(replies[0][:8]):
+            row = full_forward_logits(seen)[-1]
+            assert token == max(allowed_after(n), key=lambda t: row[t])
+            seen = (*seen, token)
+
+
+def test_a_slot_that_sits_rounds_out_goes_on_as_if_nothing_had_been(driver):
+    request = Request("r", prompt(20, seed=6), 60, SamplingParams(temperature=0.9, seed=2))
+    want = driver.run(request, 3)
+    driver.start(0, request, 3)
+    step = 0
+    while driver.active:
+        driver.step(held=(0,) if step % 3 else ())
+        step += 1
+    assert driver.replies[0] == want

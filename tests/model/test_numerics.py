@@ -14,6 +14,7 @@ import pytest
 import numpy_reference
 import tiny
 from model import checkpoint, decode
+from model import state as state_lib
 from model.cache import DeltaNetCache, init_delta_net_cache
 from model.gated_delta_net import GatedDeltaNet
 from model.kernels import routed_experts as kernel
@@ -64,11 +65,11 @@ class TestFloat32Recurrence:
         """Keys and values are bfloat16, the rest stays float32 from call to call."""
         shape = dataclasses.replace(tiny.SHAPE, addressable_tokens=96)
         state = jax.eval_shape(
-            lambda: decode.init_state(bfloat16_model.config, shape, jnp.bfloat16)
+            lambda: state_lib.init_state(bfloat16_model.config, shape, jnp.bfloat16)
         )
-        pages_BM = jnp.zeros((shape.slots, shape.max_context // shape.page_size), jnp.int32)
+        inputs = state_lib.init_inputs(shape, bfloat16_model.config.vocab_size)
         run = functools.partial(decode.decode_rounds, shape=shape, draft_length=3)
-        after = jax.eval_shape(run, bfloat16_model, state, pages_BM)[0]
+        after = jax.eval_shape(run, bfloat16_model, state, inputs)[0]
         assert jax.tree.map(lambda a: a.dtype, after) == jax.tree.map(lambda a: a.dtype, state)
         for cache in after.caches:
             wanted = jnp.float32 if isinstance(cache, DeltaNetCache) else jnp.bfloat16
