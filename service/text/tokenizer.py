@@ -1,7 +1,7 @@
 """The checkpoint's tokenizer: text to token ids, token ids to text and to exact bytes."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -64,9 +64,35 @@ class Tokenizer:
         # the event loop for a second), and the fast one, because nobody needs offsets.
         return tuple(self._backend.encode_batch_fast([text])[0].ids)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Like `encode` for several texts, each without the tokens that begin or end a prompt."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [tuple(encoding.ids) for encoding in encodings]
+
     async def encode_in_thread(self, text: str) -> tuple[int, ...]:
         """Like `encode`, without holding up the event loop."""
         return await asyncio.to_thread(self.encode, text)
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Spelling -> id of the tokens outside the BPE: control tokens, and some that have text."""
+        return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
+
+    def reading_as_text(self, spellings: Collection[str]) -> "Tokenizer":
+        """Returns the same tokenizer, except that it reads some added tokens as plain text.
+
+        Both share one vocabulary, so this costs neither time nor memory.
+        """
+        backend = tokenizers.Tokenizer(self._backend.model)
+        backend.normalizer = self._backend.normalizer
+        backend.pre_tokenizer = self._backend.pre_tokenizer
+        backend.decoder = self._backend.decoder
+        # The flag has effect on special tokens only; in the order of ids they keep their ids.
+        backend.encode_special_tokens = True
+        for _, token in sorted(self._backend.get_added_tokens_decoder().items()):
+            token.special = token.content in spellings
+            backend.add_tokens([token])  # pyright: ignore[reportUnknownMemberType]
+        return Tokenizer(backend)
 
     def decode(self, token_ids: Sequence[int], *, include_special: bool = False) -> str:
         """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
