@@ -1,0 +1,1 @@
+"""Who may talk to the server, how much, and over which wire."""
