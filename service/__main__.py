@@ -1,21 +1,26 @@
 """`python -m service`: serves a checkpoint until SIGTERM or SIGINT."""
 
 import asyncio
+import json
 import logging
 import os
 import sys
 
-from service.config import ServerConfig, parse_config
+from service.config import ServerConfig, effective, read_config
 from service.engine.types import Executor
-from service.server import run
+from service.process import run
+from service.startup import StartupLog
+from service.telemetry.logs import configure_logging
 from service.text.tokenizer import Tokenizer
 
 
-def load(config: ServerConfig) -> Executor:
+def load(config: ServerConfig, log: StartupLog) -> Executor:
     """Loads the checkpoint and compiles every program."""
     # Imported here, so that the server listens before the seconds that JAX takes to start.
-    from service.engine.executor import load_executor
+    from service.engine.executor import load_executor, use_compilation_cache
 
+    if config.compilation_cache is not None:
+        use_compilation_cache(config.compilation_cache)
     executor = load_executor(
         config.checkpoint,
         slots=config.slots,
@@ -27,21 +32,22 @@ def load(config: ServerConfig) -> Executor:
         prefill_chunk=config.prefill_chunk,
         dtype=config.dtype,
         addressable_tokens=Tokenizer.from_directory(config.checkpoint).vocab_size,
+        log=log,
     )
-    executor.warm_up(single_program=config.strict)
+    executor.warm_up(single_program=config.strict, log=log)
     return executor
 
 
 def main() -> None:
     """Parses the command line, serves, and ends the process."""
-    config = parse_config()
-    logging.basicConfig(
-        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # It reports at INFO every platform that is not there.
-    logging.getLogger("jax").setLevel(logging.WARNING)
+    log = StartupLog()
+    config, given = read_config()
+    configure_logging(config)
+    logging.captureWarnings(True)
+    logging.info("configuration: %s", json.dumps(effective(config)))
+    logging.info("given: %s", json.dumps(given))
     try:
-        code = asyncio.run(run(config, lambda: load(config)))
+        code = asyncio.run(run(config, lambda: load(config, log), log))
     except (OSError, RuntimeError, ValueError) as error:
         # The checkpoint is not one, or the port is taken: nothing that a trace would explain.
         logging.error("cannot start: %s", error)

@@ -13,8 +13,10 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from service.engine.errors import (
+    DeadlineError,
     DuplicateRequestError,
     EngineUnavailableError,
+    NotFiniteError,
     QueueFullError,
     RequestTooLargeError,
 )
@@ -76,6 +78,7 @@ class ServiceError(Exception):
         """
         super().__init__(message)
         self.code = code
+        self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
         self.details: list[Message] = [
@@ -124,9 +127,83 @@ def invalid_argument(violations: Sequence[Violation]) -> ServiceError:
     )
 
 
+def malformed(size: int, why: str) -> ServiceError:
+    """Bytes of a request that are not a message of its type."""
+    return ServiceError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MALFORMED_REQUEST",
+        f"the request of {size} bytes cannot be parsed: {why}",
+        metadata={"actual": f"{size} bytes"},
+    )
+
+
 def unavailable(reason: str, message: str, retry_after_s: float = RETRY_AFTER_S) -> ServiceError:
     """The service cannot take requests now: warming up, draining, or its engine is lost."""
     return ServiceError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_s=retry_after_s)
+
+
+def unauthenticated(reason: str, message: str) -> ServiceError:
+    """The caller did not show a token, or one that nobody has."""
+    return ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, message)
+
+
+def quota_exceeded(
+    reason: str, caller: str, description: str, metadata: Mapping[str, str], retry_after_s: float
+) -> ServiceError:
+    """A caller asks for more than its token allows."""
+    violation = error_details_pb2.QuotaFailure.Violation(
+        subject=f"token:{caller}", description=description
+    )
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        reason,
+        f"the limit of token {caller} is reached: {description}; retry in {retry_after_s:g} s",
+        metadata={"token": caller, **metadata},
+        details=[error_details_pb2.QuotaFailure(violations=[violation])],
+        retry_after_s=retry_after_s,
+    )
+
+
+def resume_unknown(request_id: str) -> ServiceError:
+    """There is no such reply to continue."""
+    return ServiceError(
+        grpc.StatusCode.NOT_FOUND,
+        "RESUME_UNKNOWN",
+        f"request_id {request_id} is not kept: it never had resume_window, or its window has passed",
+        metadata={"request_id": request_id},
+        details=[
+            error_details_pb2.ResourceInfo(
+                resource_type="tandem.v1.GenerateRequest", resource_name=request_id
+            )
+        ],
+    )
+
+
+def resume_out_of_range(request_id: str, after: int, first_kept: int, sent: int) -> ServiceError:
+    """The messages behind `after` are not, or no more, those that could follow."""
+    limit = f"in [{first_kept - 1}, {sent - 1}]" if first_kept else f"unset or at most {sent - 1}"
+    return ServiceError(
+        grpc.StatusCode.OUT_OF_RANGE,
+        "RESUME_OUT_OF_RANGE",
+        f"after_sequence is {after if after >= 0 else 'not set'}, must be {limit}: the reply of"
+        f" request_id {request_id} has {sent} messages so far, kept from {first_kept} on",
+        metadata={
+            "request_id": request_id,
+            "field": "after_sequence",
+            "actual": f"{after}",
+            "limit": limit,
+        },
+    )
+
+
+def resume_superseded(request_id: str) -> ServiceError:
+    """Another call has taken the reply over."""
+    return ServiceError(
+        grpc.StatusCode.ABORTED,
+        "RESUMED_ELSEWHERE",
+        f"a later Resume of request_id {request_id} took the reply over",
+        metadata={"request_id": request_id},
+    )
 
 
 def internal(request_id: str) -> ServiceError:
@@ -139,6 +216,16 @@ def internal(request_id: str) -> ServiceError:
     )
 
 
+def not_finite(error: NotFiniteError) -> ServiceError:
+    """The model failed on one request: what was sent stands, nothing can follow."""
+    return ServiceError(
+        grpc.StatusCode.INTERNAL,
+        "NOT_FINITE",
+        f"the model has no finite output behind what was sent of request {error.request_id}",
+        details=[error_details_pb2.RequestInfo(request_id=error.request_id)],
+    )
+
+
 def from_exception(error: Exception, request_id: str) -> ServiceError:
     """Returns how a failure of any kind is told to the client."""
     match error:
@@ -146,6 +233,8 @@ def from_exception(error: Exception, request_id: str) -> ServiceError:
             return error
         case QueueFullError():
             return queue_full(error)
+        case DeadlineError():
+            return deadline_exceeded(error)
         case DuplicateRequestError():
             return ServiceError(
                 grpc.StatusCode.ALREADY_EXISTS,
@@ -156,6 +245,8 @@ def from_exception(error: Exception, request_id: str) -> ServiceError:
         case RequestTooLargeError():
             field = FIELD_OF_ENGINE_FIELD.get(error.field, error.field)
             return invalid_argument([Violation(field, f"{error.value}", f"at most {error.limit}")])
+        case NotFiniteError():
+            return not_finite(error)
         case EngineUnavailableError():
             return unavailable("ENGINE_UNAVAILABLE", str(error))
         case _:
@@ -175,4 +266,19 @@ def queue_full(error: QueueFullError) -> ServiceError:
         metadata={"actual": f"{error.actual}", "limit": f"{error.limit}", "kind": error.kind},
         details=[error_details_pb2.QuotaFailure(violations=[violation])],
         retry_after_s=error.retry_after_s,
+    )
+
+
+def deadline_exceeded(error: DeadlineError) -> ServiceError:
+    """The first token cannot come within first_token_deadline or the deadline of the call."""
+    metadata = {"deadline": f"{error.deadline_s:.3f}s"}
+    if error.estimated_wait_s is not None:
+        reason, metadata["estimated_wait"] = "DEADLINE_TOO_SHORT", f"{error.estimated_wait_s:.3f}s"
+    else:
+        reason, metadata["waited"] = "DEADLINE_PASSED", f"{error.waited_s or 0.0:.3f}s"
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        reason,
+        f"first_token_deadline: {error}",
+        metadata=metadata,
     )

@@ -42,6 +42,12 @@ def served_files() -> list[FileProto]:
     return list(served.file)
 
 
+def described(descriptor: Any) -> list[FileProto]:
+    """Returns a file that protoc made Python of, and all that it imports, without comments."""
+    imported = [file for other in descriptor.dependencies for file in described(other)]
+    return [FileProto.FromString(descriptor.serialized_pb), *imported]
+
+
 def symbols(file: FileProto) -> Iterator[str]:
     """Yields the full name of everything that is declared in a file."""
 

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from service.engine.stream import TokenStream
-from service.engine.types import FinishReason, SpeculationStats, TokenChunk
+from service.engine.types import FinishReason, QueueStatus, SpeculationStats, TokenChunk
 from service.model_card import ModelCard
 from service.pb import inference_pb2
 from service.receipt import ALGORITHM, receipt_digest
@@ -22,10 +23,29 @@ REASONS = {
 }
 
 
+class ReplyObserver(Protocol):
+    """Is told how the choices of replies come along; all times are in seconds."""
+
+    def first_token(self, queued: float | None, waited: float) -> None:
+        """A choice got its first token after `waited`, of which it had no slot for `queued`."""
+        ...
+
+    def delivered(self, tokens: int, since_last: float) -> None:
+        """A choice got further tokens, at least one, `since_last` after those before."""
+        ...
+
+    def finished(
+        self, prompt_tokens: int, completion_tokens: int, first_token: float | None, total: float
+    ) -> None:
+        """A choice ended after `total`; its first token, if any, came after `first_token`."""
+        ...
+
+
 class Reply:
     """The messages of one reply, numbered in the order in which they are asked for.
 
-    `started` once, then `push` for each chunk until every choice has ended, or `cancel`.
+    `queued` any number of times, `started` once, then `push` for each chunk until every choice has
+    ended, or `cancel`.
     """
 
     def __init__(
@@ -35,6 +55,7 @@ class Reply:
         tokenizer: Tokenizer,
         card: ModelCard,
         clock: Callable[[], float] = time.monotonic,
+        observers: Sequence[ReplyObserver] = (),
     ) -> None:
         """Starts the reply.
 
@@ -44,11 +65,12 @@ class Reply:
           tokenizer: of the served model.
           card: of the served model.
           clock: seconds, the one that the streams' times are on.
+          observers: who is told how it comes along.
         """
         self._accepted = accepted
         self._card = card
         self._choices = [
-            ChoiceReply(index, accepted, stream, tokenizer, card.fingerprint, clock)
+            ChoiceReply(index, accepted, stream, tokenizer, card.fingerprint, clock, observers)
             for index, stream in enumerate(streams)
         ]
         self._sequence = 0
@@ -64,6 +86,13 @@ class Reply:
             prompt_tokens=len(request.prompt_ids),
         )
         return self._number(inference_pb2.GenerateResponse(started=started))
+
+    def queued(self, status: QueueStatus) -> inference_pb2.GenerateResponse:
+        """Returns a message that comes before `started`."""
+        queued = inference_pb2.Queued(position=status.position)
+        if status.estimated_wait_s is not None:
+            queued.estimated_wait_duration.CopyFrom(duration(status.estimated_wait_s))
+        return self._number(inference_pb2.GenerateResponse(queued=queued))
 
     def push(self, index: int, chunk: TokenChunk) -> list[inference_pb2.GenerateResponse]:
         """Adds a chunk of a choice; returns what of it can be shown, and the end if it is that."""
@@ -111,6 +140,7 @@ class ChoiceReply:
         tokenizer: Tokenizer,
         fingerprint: str,
         clock: Callable[[], float],
+        observers: Sequence[ReplyObserver],
     ) -> None:
         """Starts with nothing; see `Reply`."""
         self._accepted = accepted
@@ -118,9 +148,11 @@ class ChoiceReply:
         self._stream = stream
         self._fingerprint = fingerprint
         self._clock = clock
+        self._observers = observers
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_matcher = StopMatcher(accepted.stop_strings)
         self._first_token_at: float | None = None
+        self._last_token_at = 0.0
         self._completion_tokens = 0
         self._token_ids: list[int] = []  # for the receipt only
         self._speculation = SpeculationStats()
@@ -133,8 +165,6 @@ class ChoiceReply:
 
         Tokens behind the one that completes a stop string were never part of the reply.
         """
-        if chunk.token_ids and self._first_token_at is None:
-            self._first_token_at = self._clock()
         self._speculation = chunk.speculation
         text = ""
         count = 0
@@ -155,6 +185,8 @@ class ChoiceReply:
             text += self._show(self._detokenizer.flush())
             self._end(REASONS[chunk.finish])
             text += self._stop_matcher.flush()
+        if count:
+            self._take_time(count)
         self._completion_tokens += count
         if self._accepted.include_receipt:
             self._token_ids += chunk.token_ids[:count]
@@ -181,11 +213,29 @@ class ChoiceReply:
         if self._first_token_at is not None:
             waited = duration(self._first_token_at - started_at)
             usage.timing.first_token_duration.CopyFrom(waited)
-        usage.timing.total_duration.CopyFrom(duration(self._clock() - started_at))
+        total = self._clock() - started_at
+        usage.timing.total_duration.CopyFrom(duration(total))
+        first_token = None if self._first_token_at is None else self._first_token_at - started_at
+        for observer in self._observers:
+            observer.finished(usage.prompt_tokens, usage.completion_tokens, first_token, total)
         cancelled = self._finished.reason == inference_pb2.FINISH_REASON_CANCELLED
         if self._accepted.include_receipt and not cancelled:
             self._finished.receipt.CopyFrom(self._receipt())
         return self._finished
+
+    def _take_time(self, tokens: int) -> None:
+        """Notes that tokens are delivered now, and tells the observers."""
+        now, last, stream = self._clock(), self._last_token_at, self._stream
+        self._last_token_at = now
+        if self._first_token_at is not None:
+            for observer in self._observers:
+                observer.delivered(tokens, now - last)
+            return
+        self._first_token_at = now
+        admitted_at = stream.admitted_at
+        queued = None if admitted_at is None else admitted_at - stream.submitted_at
+        for observer in self._observers:
+            observer.first_token(queued, now - stream.submitted_at)
 
     def _receipt(self) -> inference_pb2.Receipt:
         sampling, stopping = sampling_message(self._request.sampling), self._accepted.stopping

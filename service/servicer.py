@@ -1,14 +1,15 @@
 """The three services: thin, between validation on the way in and translation on the way out."""
 
-import contextlib
-from collections.abc import AsyncGenerator
-from typing import Any
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, cast
 
 import grpc
 
+from service.config import ServerConfig
 from service.engine.engine import Engine
-from service.engine.errors import RequestAbortedError
-from service.engine.types import FinishReason
+from service.engine.errors import DuplicateRequestError
 from service.errors import Violation, invalid_argument, unavailable
 from service.interceptors import current_request_id
 from service.model_card import ModelCard
@@ -20,7 +21,10 @@ from service.pb import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
-from service.reply import Reply
+from service.reply import Reply, ReplyObserver
+from service.reply_stream import ReplyStream
+from service.resume import ResumeStore
+from service.telemetry.load import LoadMeter, watch_interval
 from service.text.tokenizer import Tokenizer
 from service.translation import fold, model_message
 from service.validation import (
@@ -29,6 +33,7 @@ from service.validation import (
     accept,
     check_text,
     check_token_ids,
+    first_token_deadline,
     max_prompt_bytes,
     request_id_of,
 )
@@ -43,6 +48,7 @@ class ServedModel:
         self.card = card
         self.tokenizer = tokenizer
         self.engine: Engine | None = None
+        self.observers: Sequence[ReplyObserver] = ()
 
     def ready_engine(self) -> Engine:
         """Returns the engine.
@@ -56,67 +62,97 @@ class ServedModel:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate, Complete and Cancel."""
+    """Generate, Complete, Cancel and Resume."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, kept: ResumeStore, max_resume_s: float) -> None:
+        """Serves what `served` holds; `kept` holds replies for at most `max_resume_s` seconds."""
         self._served = served
+        self._kept = kept
+        self._max_resume_s = max_resume_s
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Streams a reply."""
-        async with contextlib.aclosing(self._reply(request)) as messages:
-            async for message in messages:
-                await context.write(message)
+        accepted = await self._accept(request, context, self._max_resume_s)
+        if accepted.request_id in self._kept:
+            raise DuplicateRequestError(accepted.request_id)
+        stream = self._submit(accepted)
+        if accepted.resume_window_s is not None:
+            kept = self._kept.keep(accepted.request_id, stream, accepted.resume_window_s)
+            await kept.serve(None, context.write)
+            return
+        with stream:
+            while messages := await stream.read():
+                for message in messages:
+                    await context.write(message)
 
     async def Complete(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.CompleteResponse:
         """Returns what Generate streams, as one message."""
+        accepted = await self._accept(request, context, None)
         response = inference_pb2.CompleteResponse()
-        async with contextlib.aclosing(self._reply(request)) as messages:
-            async for message in messages:
-                fold(response, message)
+        with self._submit(accepted) as stream:
+            while messages := await stream.read():
+                for message in messages:
+                    fold(response, message)
         return response
 
     async def Cancel(
         self, request: inference_pb2.CancelRequest, context: Context
     ) -> inference_pb2.CancelResponse:
         """Ends a request by its id."""
-        if not request.request_id:
-            raise invalid_argument([Violation("request_id", "empty", "the id of a request")])
+        named(request.request_id)
         engine = self._served.engine
-        found = engine is not None and engine.abort(request.request_id)
-        return inference_pb2.CancelResponse(found=found)
+        running = engine is not None and engine.abort(request.request_id)
+        return inference_pb2.CancelResponse(found=self._kept.cancel(request.request_id) or running)
 
-    async def _reply(
-        self, request: inference_pb2.GenerateRequest
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Yields the messages of a reply; closing it frees the slots."""
-        engine = self._served.ready_engine()
-        accepted = await self._accept(request, engine)
-        # Nothing is sent before this succeeds: clients retry a call only until its first byte.
-        with engine.submit_choices(accepted.choices) as choices:
-            reply = Reply(accepted, choices.streams, self._served.tokenizer, self._served.card)
-            yield reply.started()
-            try:
-                async for index, chunk in choices:
-                    messages = reply.push(index, chunk)
-                    if reply.ended(index):  # by a stop string, perhaps: the engine knows of none
-                        choices.streams[index].abort(FinishReason.STOP)
-                    for message in messages:
-                        yield message
-            except RequestAbortedError:
-                for message in reply.cancel():
-                    yield message
+    async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
+        """Continues a stream."""
+        kept = self._kept.find(named(request.request_id))
+        after = request.after_sequence if request.HasField("after_sequence") else None
+        await kept.serve(after, context.write)
 
     async def _accept(
-        self, request: inference_pb2.GenerateRequest, engine: Engine
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: Context,
+        max_resume_s: float | None,
     ) -> AcceptedRequest:
+        remaining = cast("float | None", context.time_remaining())
+        deadline = first_token_deadline(request, time.monotonic(), remaining)
+        limits = self._served.ready_engine().limits
         request_id = request_id_of(request)
         current_request_id.set(request_id)
         text_ids = None
-        if not check_text("text", request.text, max_prompt_bytes(engine.limits)):
+        if not check_text("text", request.text, max_prompt_bytes(limits)):
             text_ids = await self._served.tokenizer.encode_in_thread(request.text)
-        return accept(request, request_id, text_ids, engine.limits, self._served.card)
+        return accept(
+            request, request_id, text_ids, limits, self._served.card, deadline, max_resume_s
+        )
+
+    def _submit(self, accepted: AcceptedRequest) -> ReplyStream:
+        # Nothing is sent before this succeeds: clients retry a call only until its first byte.
+        choices = self._served.ready_engine().submit_choices(accepted.choices)
+        reply = Reply(
+            accepted,
+            choices.streams,
+            self._served.tokenizer,
+            self._served.card,
+            observers=self._served.observers,
+        )
+        return ReplyStream(choices, reply, include_queue=accepted.include_queue)
+
+
+def named(request_id: str) -> str:
+    """Returns the id that a call names a request by, and makes it that of the call's log line.
+
+    Raises:
+      ServiceError: INVALID_ARGUMENT, there is none.
+    """
+    if not request_id:
+        raise invalid_argument([Violation("request_id", "empty", "the id of a request")])
+    current_request_id.set(request_id)
+    return request_id
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -151,11 +187,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """GetModel and UpdateSpeculation."""
+    """GetModel, UpdateSpeculation and WatchLoad."""
 
-    def __init__(self, served: ServedModel, max_waiting_requests: int) -> None:
+    def __init__(self, served: ServedModel, config: ServerConfig) -> None:
         self._served = served
-        self._max_waiting_requests = max_waiting_requests
+        self._config = config
 
     async def GetModel(
         self, request: model_pb2.GetModelRequest, context: Context
@@ -163,7 +199,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         """Describes the served model."""
         engine = self._served.ready_engine()
         model = model_message(
-            self._served.card, engine.limits, self._max_waiting_requests, engine.draft_cap_default
+            self._served.card, engine.limits, self._config, engine.draft_cap_default
         )
         return model_pb2.GetModelResponse(model=model)
 
@@ -178,3 +214,11 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             raise invalid_argument([Violation("max_draft_tokens", told, f"in [0, {most}]")])
         engine.set_draft_cap_default(request.max_draft_tokens)
         return model_pb2.UpdateSpeculationResponse(max_draft_tokens=engine.draft_cap_default)
+
+    async def WatchLoad(self, request: model_pb2.WatchLoadRequest, context: Context) -> None:
+        """Streams the load; `DrainInterceptor` ends it."""
+        interval_s, meter = watch_interval(request), LoadMeter()
+        while True:
+            load = meter.read(self._served.ready_engine())
+            await context.write(model_pb2.WatchLoadResponse(load=load))
+            await asyncio.sleep(interval_s)

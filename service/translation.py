@@ -1,13 +1,13 @@
 """The engine's figures and limits as messages, and a stream of messages as one."""
 
-from google.protobuf import duration_pb2
+from google.protobuf import duration_pb2, struct_pb2
 
+from service.config import ServerConfig, effective
 from service.engine.types import Limits, SamplingParams, SpeculationStats
 from service.model_card import ModelCard
 from service.pb import inference_pb2, model_pb2
 from service.validation import (
     MAX_CHOICES,
-    MAX_MESSAGE_BYTES,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_TEXT_BYTES,
@@ -75,10 +75,12 @@ def choice_of(response: inference_pb2.CompleteResponse, index: int) -> inference
 
 
 def model_message(
-    card: ModelCard, limits: Limits, max_waiting_requests: int, draft_cap_default: int
+    card: ModelCard, limits: Limits, config: ServerConfig, draft_cap_default: int
 ) -> model_pb2.Model:
     """Describes the served model."""
     defaults = card.defaults
+    configuration = struct_pb2.Struct()
+    configuration.update(effective(config))
     return model_pb2.Model(
         name=card.name,
         fingerprint=card.fingerprint,
@@ -91,16 +93,19 @@ def model_message(
         pages=limits.pages - 1,  # without the sink page
         speculation_bytes_per_slot=limits.speculation_bytes_per_slot,
         limits=model_pb2.ModelLimits(
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=config.max_message_bytes,
             max_prompt_bytes=max_prompt_bytes(limits),
             max_text_bytes=MAX_TEXT_BYTES,
             max_stop_strings=MAX_STOP_STRINGS,
             max_stop_string_bytes=MAX_STOP_STRING_BYTES,
             max_stop_token_ids=max_stop_token_ids(limits, card),
-            max_waiting_requests=max_waiting_requests,
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_tokens=config.max_waiting_tokens,
             max_logit_bias=limits.max_logit_bias,
-            max_choices=min(MAX_CHOICES, max_waiting_requests),
+            max_choices=min(MAX_CHOICES, config.max_waiting_requests),
+            max_resume_window=duration(config.max_resume_seconds),
         ),
+        configuration=configuration,
         defaults=model_pb2.ModelDefaults(
             temperature=defaults.temperature,
             top_k=defaults.top_k,

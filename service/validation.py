@@ -9,7 +9,9 @@ import itertools
 import uuid
 from collections.abc import Container, Iterable, Sequence
 
-from service.engine.types import Limits, Request
+from google.protobuf import duration_pb2
+
+from service.engine.types import Limits, Priority, Request
 from service.errors import MAX_VIOLATIONS, Violation, invalid_argument
 from service.model_card import ModelCard
 from service.pb import inference_pb2
@@ -20,12 +22,18 @@ MAX_CHOICES = 8
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
-MAX_MESSAGE_BYTES = 64 << 20
-"""Bytes of one gRPC message; the transport enforces it."""
 MAX_TEXT_BYTES = 8 << 20
 """Bytes of UTF-8 of any text: tokenising this many takes seconds."""
 TEXT_BYTES_PER_POSITION = 32
 """A prompt beyond this many bytes per position of the context is refused without tokenising it."""
+MAX_DURATION_SECONDS = 315_576_000_000
+"""What google.protobuf.Duration allows."""
+PRIORITIES = {
+    inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    inference_pb2.PRIORITY_LOW: Priority.LOW,
+    inference_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    inference_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +49,14 @@ class AcceptedRequest:
     include_token_ids: bool
     include_drafted: bool
     include_receipt: bool
+    include_queue: bool
+    resume_window_s: float | None
+    """How long the reply is kept for Resume; None: not at all."""
+
+    @property
+    def request_id(self) -> str:
+        """The id that all choices share."""
+        return self.choices[0].request_id
 
 
 def max_prompt_bytes(limits: Limits) -> int:
@@ -58,6 +74,22 @@ def request_id_of(message: inference_pb2.GenerateRequest) -> str:
     return message.request_id or uuid.uuid4().hex
 
 
+def first_token_deadline(
+    message: inference_pb2.GenerateRequest, arrived_at: float, remaining_s: float | None
+) -> float | None:
+    """Returns when the first token is wanted at the latest; None for never.
+
+    Args:
+      message: what the client sent.
+      arrived_at: when, on the clock of `time.monotonic`.
+      remaining_s: seconds from then to the deadline of the call; None when it has none.
+    """
+    spans = [] if remaining_s is None else [remaining_s]
+    if message.HasField("first_token_deadline"):
+        spans.append(seconds_of(message.first_token_deadline))
+    return arrived_at + min(spans) if spans else None
+
+
 def check_text(field: str, text: str, limit: int) -> list[Violation]:
     """Checks the size of a text before it is tokenised."""
     size = len(text.encode())
@@ -70,6 +102,8 @@ def accept(
     text_ids: Sequence[int] | None,
     limits: Limits,
     card: ModelCard,
+    deadline: float | None = None,
+    max_resume_s: float | None = None,
 ) -> AcceptedRequest:
     """Checks and translates one request.
 
@@ -79,6 +113,8 @@ def accept(
       text_ids: the tokens of `message.text`; None when there is none, or too much to tokenise.
       limits: what the executor can hold.
       card: end ids and defaults of the checkpoint.
+      deadline: from `first_token_deadline`.
+      max_resume_s: the longest resume_window; None: the call is no stream.
 
     Raises:
       ServiceError: INVALID_ARGUMENT with every violation.
@@ -90,6 +126,8 @@ def accept(
         *check_sampling(message.sampling, limits),
         *check_stopping(message.stopping, limits, card),
         *check_choices(message),
+        *check_queueing(message),
+        *check_streaming(message, max_resume_s),
     ]
     if violations:
         raise invalid_argument(violations)
@@ -109,6 +147,8 @@ def accept(
         max_draft_tokens=min(max_draft_tokens, limits.draft_length)
         if message.speculation.HasField("max_draft_tokens")
         else None,
+        priority=PRIORITIES[message.priority],
+        first_token_deadline=deadline,
     )
     stop_strings = tuple(dict.fromkeys(stopping.stop_strings))
     room = limits.max_context - len(prompt_ids)
@@ -126,6 +166,10 @@ def accept(
         include_token_ids=include.token_ids,
         include_drafted=include.drafted,
         include_receipt=include.receipt,
+        include_queue=include.queue,
+        resume_window_s=seconds_of(message.resume_window)
+        if message.HasField("resume_window")
+        else None,
     )
 
 
@@ -176,6 +220,46 @@ def check_choices(message: inference_pb2.GenerateRequest) -> Iterable[Violation]
     """Checks the number of choices; whether the waiting queue can hold them, the engine checks."""
     if message.HasField("choices") and not 1 <= message.choices <= MAX_CHOICES:
         yield Violation("choices", f"{message.choices}", f"in [1, {MAX_CHOICES}]")
+
+
+def check_queueing(message: inference_pb2.GenerateRequest) -> Iterable[Violation]:
+    """Checks what the waiting queue heeds."""
+    if message.priority not in PRIORITIES:
+        yield Violation("priority", f"{message.priority}", "one of LOW, NORMAL, HIGH (1, 2, 3)")
+    if message.HasField("first_token_deadline"):
+        yield from check_duration("first_token_deadline", message.first_token_deadline)
+
+
+def check_streaming(
+    message: inference_pb2.GenerateRequest, max_resume_s: float | None
+) -> Iterable[Violation]:
+    """Checks what only a stream can do; `max_resume_s` is None for a call that is no stream."""
+    if message.HasField("resume_window"):
+        violations = list(check_duration("resume_window", message.resume_window))
+        yield from violations
+        told = f"{seconds_of(message.resume_window):g} s"
+        if max_resume_s is None:
+            yield Violation("resume_window", told, "unset: only Generate can be resumed")
+        elif not violations and seconds_of(message.resume_window) > max_resume_s:
+            yield Violation("resume_window", told, f"at most {max_resume_s:g} s")
+    if message.include.queue and max_resume_s is None:
+        yield Violation(
+            "include.queue", "true", "unset: only Generate tells the place in the queue"
+        )
+
+
+def seconds_of(duration: duration_pb2.Duration) -> float:
+    """Returns a time span in seconds."""
+    return duration.seconds + duration.nanos / 1e9
+
+
+def check_duration(field: str, duration: duration_pb2.Duration) -> Iterable[Violation]:
+    """Checks that a time span is one, and longer than nothing."""
+    seconds, nanos = duration.seconds, duration.nanos
+    valid = 0 <= seconds <= MAX_DURATION_SECONDS and 0 <= nanos < 10**9
+    if not valid or (seconds, nanos) == (0, 0):
+        limit = f"above 0, with seconds at most {MAX_DURATION_SECONDS} and nanos in [0, 999999999]"
+        yield Violation(field, f"{seconds} s {nanos} ns", limit)
 
 
 def check_stopping(

@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Servers that tests start leave the user's own cache alone.
+os.environ["TANDEM_COMPILATION_CACHE"] = "none"
 
 from hypothesis import settings
 from jaxtyping import install_import_hook

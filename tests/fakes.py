@@ -159,6 +159,15 @@ class FakeExecutor:
         assert self._gate is not None
         self._gate.release(times)
 
+    def reset(self) -> None:
+        self.log.append(("reset",))
+        if self._fail_on == ("reset", len(self.calls("reset"))):
+            raise RuntimeError("scripted failure of reset")
+        self._slots = [_Slot() for _ in range(self.limits.slots)]
+        self._memory.clear()
+        self._pending.clear()
+        self._thread = None  # the next engine has a thread of its own
+
     def prefill(
         self,
         slot: int,

@@ -1,5 +1,6 @@
 """A real grpc.aio server on a free port, over the engine with a `FakeExecutor`."""
 
+import asyncio
 import contextlib
 import dataclasses
 import sys
@@ -85,7 +86,7 @@ sys.path[:0] = {paths}
 from fakes import FakeExecutor
 from live_server import LIMITS
 from service.config import parse_config
-from service.server import run
+from service.process import run
 
 def load():
     {load}
@@ -100,6 +101,24 @@ def server_command(checkpoint: Path, load: str = "pass") -> list[str]:
     tests = Path(__file__).resolve().parent
     script = SCRIPT.format(load=load, paths=[str(tests), str(tests.parent)])
     return [sys.executable, "-c", script, "--checkpoint", str(checkpoint), "--port", "0"]
+
+
+async def until(condition) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def settled(live: LiveServer) -> None:
+    """Waits until the engine holds nothing, and proves that it does."""
+
+    def idle() -> bool:
+        load = live.engine.load()
+        return load.running + load.prefilling + load.waiting == 0
+
+    await until(idle)
+    live.engine.check_integrity()
 
 
 async def rest_of(call) -> list[inference_pb2.GenerateResponse]:
@@ -125,7 +144,7 @@ class Failure:
     trailers: dict[str, Any]
 
 
-DETAILS = ("ErrorInfo", "BadRequest", "RetryInfo", "QuotaFailure", "RequestInfo")
+DETAILS = ("ErrorInfo", "BadRequest", "RetryInfo", "QuotaFailure", "RequestInfo", "ResourceInfo")
 
 
 async def failure_of(call) -> Failure:

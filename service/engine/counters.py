@@ -32,8 +32,12 @@ class EngineCounters:
     """Requests that ended, by reason. A reader that stops at a stop string counts under STOP."""
     aborted: int = 0
     """Requests given up by a client, by id, or because the engine stopped."""
+    expired: int = 0
+    """Requests dropped from the waiting queue because their deadline had passed."""
     failed: int = 0
     """Requests lost because the executor raised."""
+    restarts: int = 0
+    """How often the engine was made anew after that."""
 
     def __post_init__(self, draft_length: int) -> None:
         """Makes room for each position of a draft."""

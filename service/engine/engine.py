@@ -1,28 +1,38 @@
 """The engine as the service sees it: submit a request, read its stream, abort it. asyncio side.
 
 Everything here runs on the event loop's thread, but for the callbacks that the engine thread
-calls (`_admit`, `_deliver`, `_fail`), which only hand over.
+calls (`_admit`, `_expire`, `_deliver`, `_fail`), which only hand over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Sequence
 
 from service.engine.counters import EngineCounters
 from service.engine.draft_policy import DraftPolicy
 from service.engine.errors import (
+    DeadlineError,
     DuplicateRequestError,
     EngineFailedError,
     EngineUnavailableError,
+    NotFiniteError,
     RequestAbortedError,
 )
 from service.engine.loop import EngineLoop, EngineState
 from service.engine.scheduler import Delivery, Load, Scheduler
 from service.engine.stream import ChoiceStreams, TokenStream
-from service.engine.types import Executor, FinishReason, Limits, Request
+from service.engine.types import (
+    Executor,
+    FinishReason,
+    Limits,
+    Priority,
+    QueueStatus,
+    Request,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +52,7 @@ class Engine:
         retry_after_s: float = 1.0,
         adaptive_drafts: bool = False,
         single_program: bool = False,
+        counters: EngineCounters | None = None,
     ) -> None:
         """Takes an executor over; nothing runs before `start`.
 
@@ -49,10 +60,12 @@ class Engine:
           executor: owned from now on by the engine's thread.
           max_waiting_requests: requests that may wait for a slot, at least 1.
           max_waiting_tokens: prompt tokens that may wait; an empty queue takes any that fits.
-          retry_after_s: seconds that a client is told to wait when the queue is full.
+          retry_after_s: seconds that a client is told to wait when the queue is full and nothing
+            is known of how fast it moves.
           adaptive_drafts: requests that name no draft cap get what pays, up to the default cap.
           single_program: every decode call runs the same program whatever the draft caps, so that
             no reply depends, to the last bit, on which programs agree with each other.
+          counters: what to count on; from 0 if None.
 
         Raises:
           ValueError: a bound is below 1.
@@ -69,6 +82,7 @@ class Engine:
             executor,
             scheduler,
             admit=self._admit,
+            expire=self._expire,
             deliver=self._deliver,
             fail=self._fail,
             retry_after_s=retry_after_s,
@@ -78,7 +92,9 @@ class Engine:
         self._tickets: dict[str, list[int]] = {}  # by request id; of the choices not ended
         self._idle = asyncio.Event()
         self._idle.set()
-        self.counters = EngineCounters(self._limits.draft_length)
+        self.failed = asyncio.Event()
+        """Set once the executor has raised and every stream has its error."""
+        self.counters = counters or EngineCounters(self._limits.draft_length)
         """Updated on the event loop's thread, before the reader sees the tokens."""
 
     @property
@@ -90,6 +106,10 @@ class Engine:
     def state(self) -> EngineState:
         """RUNNING is the only state in which requests are taken."""
         return self._loop.state
+
+    def stalled(self, limit_s: float) -> bool:
+        """Whether one turn at the work there is takes longer than `limit_s` seconds."""
+        return self._loop.turn_seconds() > limit_s
 
     def load(self) -> Load:
         """How full the engine is now."""
@@ -137,6 +157,7 @@ class Engine:
           EngineUnavailableError: the engine is not started, stopping, stopped or failed.
           DuplicateRequestError: a request with the same id is being served.
           QueueFullError: there is no room in the waiting queue.
+          DeadlineError: its first token is not expected in time. What is not known is no reason.
           RequestTooLargeError: it can never be served within the limits.
           ValueError: the prompt is empty, or `max_tokens` below 1.
         """
@@ -167,7 +188,21 @@ class Engine:
         self._streams.update(zip(tickets, streams, strict=True))
         self._tickets[request_id] = list(tickets)
         self._idle.clear()
-        return ChoiceStreams(streams, arrived)
+        return ChoiceStreams(streams, arrived, lambda: self.queue_status(request_id))
+
+    def queue_status(self, request_id: str) -> QueueStatus | None:
+        """Where a request stands in the waiting queue, by its first choice that waits.
+
+        Returns:
+          None when no choice of a request of that id waits (any more).
+        """
+        tickets = self._tickets.get(request_id, ())
+        statuses = (self._loop.queue_status(ticket) for ticket in tickets)
+        return next((status for status in statuses if status is not None), None)
+
+    def estimated_wait(self, priority: Priority = Priority.NORMAL) -> float | None:
+        """Seconds that a request which arrived now would wait; None while nothing is known."""
+        return self._loop.estimated_wait_s(priority)
 
     def abort(self, request_id: str) -> bool:
         """Gives up a request by its id, in any phase, with all its choices that have not ended.
@@ -243,7 +278,27 @@ class Engine:
     def _on_admitted(self, tickets: Sequence[int], admitted_at: float) -> None:
         for ticket in tickets:
             if (stream := self._streams.get(ticket)) is not None:
-                stream.admitted_at = admitted_at
+                stream.admit(admitted_at)
+
+    def _expire(self, tickets: Sequence[int], expired_at: float) -> None:
+        """On the engine's thread."""
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._on_expired, tickets, expired_at)
+
+    def _on_expired(self, tickets: Sequence[int], expired_at: float) -> None:
+        for ticket in tickets:
+            stream = self._streams.get(ticket)
+            if stream is None:  # aborted meanwhile
+                continue
+            self._forget(stream)
+            self.counters.expired += 1
+            deadline = stream.request.first_token_deadline
+            assert deadline is not None
+            stream.fail(
+                DeadlineError(
+                    deadline - stream.submitted_at, waited_s=expired_at - stream.submitted_at
+                )
+            )
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         """On the engine's thread: one wake-up per decode call, for all streams."""
@@ -255,10 +310,15 @@ class Engine:
             stream = self._streams.get(delivery.ticket)
             if stream is None:  # aborted meanwhile
                 continue
-            self.counters.add(stream.request, stream.speculation, delivery.chunk)
-            stream.put(delivery.chunk)
-            if delivery.chunk.finish is not FinishReason.NONE:
+            chunk = delivery.chunk
+            self.counters.add(stream.request, stream.speculation, chunk)
+            if chunk.finish is not FinishReason.NONE:
                 self._forget(stream)
+            if chunk.finish is FinishReason.NOT_FINITE:
+                stream.put(dataclasses.replace(chunk, finish=FinishReason.NONE))
+                stream.fail(NotFiniteError(stream.request.request_id))
+            else:
+                stream.put(chunk)
 
     def _fail(self, error: BaseException) -> None:
         """On the engine's thread, as the last thing that it does."""
@@ -276,3 +336,4 @@ class Engine:
             failure = EngineFailedError(f"{type(error).__name__}: {error}")
             failure.__cause__ = error
             stream.fail(failure)
+        self.failed.set()

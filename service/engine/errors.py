@@ -19,7 +19,7 @@ class QueueFullError(EngineError):
       kind: which bound was met: waiting requests, or the prompt tokens of waiting requests.
       limit: the bound, in requests or in tokens.
       actual: what the queue would have held with this request, in the same unit.
-      retry_after_s: seconds that the client should wait before it tries again.
+      retry_after_s: seconds until there is room, as far as is known.
     """
 
     def __init__(
@@ -30,6 +30,35 @@ class QueueFullError(EngineError):
         self.limit = limit
         self.actual = actual
         self.retry_after_s = retry_after_s
+
+
+class DeadlineError(EngineError):
+    """The first token cannot come in time: refused at once, or dropped from the waiting queue.
+
+    Attributes:
+      deadline_s: seconds that the request had for its first token when it was submitted; not above
+        0 when it came too late.
+      estimated_wait_s: seconds after which the first token was expected, when that is why it was
+        refused; else None.
+      waited_s: seconds that it has waited, when the deadline has passed; else None.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float,
+        *,
+        estimated_wait_s: float | None = None,
+        waited_s: float | None = None,
+    ) -> None:
+        outcome = (
+            f"the request has waited {waited_s:.2f} s"
+            if estimated_wait_s is None
+            else f"it is expected in {estimated_wait_s:.2f} s"
+        )
+        super().__init__(f"the first token was wanted within {deadline_s:.2f} s; {outcome}")
+        self.deadline_s = deadline_s
+        self.estimated_wait_s = estimated_wait_s
+        self.waited_s = waited_s
 
 
 class RequestTooLargeError(EngineError):
@@ -69,6 +98,18 @@ class RequestAbortedError(EngineError):
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} was aborted")
+        self.request_id = request_id
+
+
+class NotFiniteError(EngineError):
+    """The model's logits for the next token of the request were not finite numbers.
+
+    Attributes:
+      request_id: the id.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the logits of request {request_id!r} are not finite")
         self.request_id = request_id
 
 

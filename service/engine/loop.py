@@ -3,6 +3,8 @@
 A turn: take in aborts -> plan -> prefill chunk, inserts, decode call (all only dispatched) -> fetch
 the *previous* decode call and deliver its tokens while the new one runs. Threads that submit and
 abort share the scheduler with it under one lock, which is never held while the executor is called.
+
+While a request waits there is work, so the thread does not sleep, and looks at deadlines once a turn.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from service.engine.errors import EngineUnavailableError, QueueFullError, RequestTooLargeError
+from service.engine.errors import EngineUnavailableError
+from service.engine.estimates import Estimates
+from service.engine.intake import Intake
 from service.engine.scheduler import Delivery, Load, Plan, Scheduler
 from service.engine.slots import Occupant
-from service.engine.types import DecodeHandle, Executor, Request
-from service.engine.waiting import Refusal
+from service.engine.types import DecodeHandle, Executor, Priority, QueueStatus, Request
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,8 @@ class _Call:
     draft_cap: int
     """The largest of their draft caps."""
     dispatched_at: float
-    after_prefill: bool
-    """A prefill chunk was dispatched just before it."""
+    prefill_tokens: int
+    """Of the chunk that was dispatched just before it; 0 for none."""
 
 
 class EngineLoop:
@@ -57,6 +60,7 @@ class EngineLoop:
         scheduler: Scheduler,
         *,
         admit: Callable[[Sequence[int], float], None],
+        expire: Callable[[Sequence[int], float], None],
         deliver: Callable[[Sequence[Delivery]], None],
         fail: Callable[[BaseException], None],
         retry_after_s: float,
@@ -69,23 +73,29 @@ class EngineLoop:
           scheduler: empty; not to be touched by anybody else from now on.
           admit: called on the thread with the tickets of requests that have just got their slots, and
             when that was.
+          expire: called on the thread with the tickets of requests whose deadline has passed before
+            they got a slot, and when that was noticed. They are lost.
           deliver: called on the thread, once per decode call that emitted anything.
           fail: called on the thread, once, with what the executor raised; every request is lost.
-          retry_after_s: seconds that a client is told to wait when the queue is full.
+          retry_after_s: seconds that a client is told to wait when the queue is full and nothing
+            is known of how fast it moves.
           clock: seconds.
         """
         self._executor = executor
         self._scheduler = scheduler
         self._admit = admit
+        self._expire = expire
         self._deliver = deliver
         self._fail = fail
-        self._retry_after_s = retry_after_s
         self._clock = clock
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._state = EngineState.NOT_STARTED
         self._tickets = itertools.count()
         self._aborts: list[int] = []
+        self._turn_began_at: float | None = None  # None while the thread sleeps
+        self._estimates = Estimates(executor.limits.slots, executor.limits.prefill_chunk)
+        self._intake = Intake(scheduler, self._estimates, retry_after_s)
         # Used by the thread only:
         self._in_flight: _Call | None = None
         self._fetched_at = 0.0
@@ -147,19 +157,19 @@ class EngineLoop:
           EngineUnavailableError: the engine takes no requests.
           QueueFullError: there is no room in the waiting queue.
           RequestTooLargeError: it can never be served.
+          DeadlineError: its first token is not expected in time.
         """
         (ticket,) = self.submit_all((request,))
         return ticket
 
     def submit_all(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """Appends requests that belong together, all or none; like `submit` otherwise."""
+        """Appends the choices of one client call, all or none; like `submit` otherwise."""
         with self._changed:
             if self._state is not EngineState.RUNNING:
                 raise EngineUnavailableError(self._state.value)
+            self._intake.check(requests, self._clock())
             tickets = tuple(itertools.islice(self._tickets, len(requests)))
-            refusal = self._scheduler.submit_all(tuple(zip(tickets, requests, strict=True)))
-            if refusal is not None:
-                raise self._as_error(refusal)
+            self._scheduler.submit_all(tuple(zip(tickets, requests, strict=True)))
             self._changed.notify()
             return tickets
 
@@ -191,10 +201,30 @@ class EngineLoop:
         with self._changed:
             self._scheduler.set_draft_cap_default(draft_cap)
 
+    def turn_seconds(self) -> float:
+        """How long the turn that the thread is at has taken so far; 0 while there is no work."""
+        with self._changed:
+            if self._turn_began_at is None or self._state in (
+                EngineState.STOPPED,
+                EngineState.FAILED,
+            ):
+                return 0.0
+            return self._clock() - self._turn_began_at
+
     def load(self) -> Load:
         """How full the engine is."""
         with self._changed:
             return self._scheduler.load()
+
+    def queue_status(self, ticket: int) -> QueueStatus | None:
+        """Where a request stands in the waiting queue; None when it does not wait."""
+        with self._changed:
+            return self._intake.status(ticket)
+
+    def estimated_wait_s(self, priority: Priority) -> float | None:
+        """Seconds that a request which arrived now would wait; None while nothing is known."""
+        with self._changed:
+            return self._intake.arrival_wait_s(priority)
 
     def check_integrity(self) -> None:
         """Proves that queue, slots and pages fit together.
@@ -218,17 +248,24 @@ class EngineLoop:
           False when the engine has been stopped and the device has come to rest.
         """
         with self._changed:
+            self._turn_began_at = None
             self._changed.wait_for(self._has_work)
-            to_release = self._take_aborts()
+            now = self._turn_began_at = self._clock()
+            to_release = self._take_aborts(now)
+            expired = self._scheduler.drop_expired(now)
             plan = None if self._state is EngineState.STOPPED else self._scheduler.plan()
+            if plan is not None:
+                self._estimates.admitted(plan.admitted, now)
         for slot in to_release:
             self._executor.release(slot)
+        if expired:
+            self._expire(expired, now)
         if plan is None:
             self._in_flight = None
             self._executor.wait()
             return False
         if plan.admitted:
-            self._admit(plan.admitted, self._clock())
+            self._admit(plan.admitted, now)
         call = self._dispatch(plan)
         previous, self._in_flight = self._in_flight, call
         if previous is not None:
@@ -237,6 +274,9 @@ class EngineLoop:
             # The next turn has nothing to fetch. Without a wait all chunks of a long prompt would
             # be queued on the device, ahead of whoever arrives next and past any abort.
             self._executor.wait()
+            with self._changed:
+                seconds = self._clock() - max(now, self._fetched_at)
+                self._estimates.prefilled(len(plan.prefill.tokens), seconds)
         return True
 
     def _run(self) -> None:
@@ -249,6 +289,7 @@ class EngineLoop:
                 self._state = EngineState.FAILED
                 self._scheduler.clear()
                 self._aborts.clear()
+                self._estimates.forget_held()
             self._in_flight = None
             self._fail(error)
 
@@ -264,7 +305,9 @@ class EngineLoop:
         dispatched_at = self._clock()
         for slot, draft_cap in plan.draft_caps:
             self._executor.set_draft_cap(slot, draft_cap)
+        prefill_tokens = 0
         if (chunk := plan.prefill) is not None:
+            prefill_tokens = len(chunk.tokens)
             self._executor.prefill(
                 chunk.slot, chunk.page_ids, chunk.start, chunk.tokens, chunk.next_token
             )
@@ -274,28 +317,29 @@ class EngineLoop:
             return None
         handle = self._executor.decode(plan.page_tables, draft_length=plan.draft_length)
         draft_cap = max(occupant.draft_cap for _, occupant in plan.decoding)
-        return _Call(handle, plan.decoding, draft_cap, dispatched_at, plan.prefill is not None)
+        return _Call(handle, plan.decoding, draft_cap, dispatched_at, prefill_tokens)
 
     def _collect(self, call: _Call) -> None:
         results = call.handle.fetch()
         started_at = max(call.dispatched_at, self._fetched_at)  # when the call before it had ended
         self._fetched_at = self._clock()
         with self._changed:
-            if not call.after_prefill:
-                seconds = self._fetched_at - started_at
+            seconds = self._fetched_at - started_at
+            if call.prefill_tokens:
+                self._estimates.prefilled(call.prefill_tokens, seconds)
+            else:
                 self._scheduler.observe_call(call.draft_cap, len(call.decoding), seconds)
             deliveries = self._scheduler.record(call.decoding, results)
+            for delivery in deliveries:
+                if delivery.chunk.finish:
+                    self._estimates.ended(delivery.ticket, self._fetched_at)
         if deliveries:
             self._deliver(deliveries)
 
-    def _take_aborts(self) -> list[int]:
+    def _take_aborts(self, now: float) -> list[int]:
         """Frees the slots of aborted requests; returns those that the executor must release."""
         slots = [self._scheduler.abort(ticket) for ticket in self._aborts]
+        for ticket in self._aborts:
+            self._estimates.ended(ticket, now)
         self._aborts.clear()
         return [slot for slot in slots if slot is not None]
-
-    def _as_error(self, refusal: Refusal) -> QueueFullError | RequestTooLargeError:
-        if not refusal.queue_full:
-            return RequestTooLargeError(refusal.field, refusal.value, refusal.limit)
-        kind = "requests" if refusal.field == "requests" else "tokens"
-        return QueueFullError(kind, refusal.limit, refusal.value, self._retry_after_s)

@@ -1,7 +1,8 @@
 """Who goes next: pure policy, no device, no threads, no clock.
 
-- Waiting requests are served first come, first served; nobody overtakes the head of the queue, so
-  a big request is not starved by small ones behind it.
+- Waiting requests are served by class and in the order of their arrival (`waiting.py` has the
+  rule). Nobody overtakes the one that was chosen as the next, so a big request is not starved by
+  small ones behind it.
 - A request takes a free slot together with every page it may ever need, or waits. There is no
   preemption in this version: a slot that has been admitted always runs to its end.
 - Slots that prefill take turns, one chunk per decode call: with B slots a prompt of one chunk waits
@@ -19,7 +20,14 @@ from collections.abc import Sequence
 from service.engine.draft_policy import DraftPolicy
 from service.engine.pages import PageAllocator
 from service.engine.slots import Occupant, SlotPhase, SlotTable
-from service.engine.types import FinishReason, Limits, Request, SlotRounds, TokenChunk
+from service.engine.types import (
+    FinishReason,
+    Limits,
+    Priority,
+    Request,
+    SlotRounds,
+    TokenChunk,
+)
 from service.engine.waiting import Refusal, WaitingQueue
 
 
@@ -156,14 +164,33 @@ class Scheduler:
         return self.submit_all(((ticket, request),))
 
     def submit_all(self, entries: Sequence[tuple[int, Request]]) -> Refusal | None:
-        """Appends requests, by ticket, that belong together: all, or none and says why not."""
-        requests = [request for _, request in entries]
-        refusals = (*map(self._refusal_for_ever, requests), self._waiting.refusal(requests))
-        refusal = next((refusal for refusal in refusals if refusal is not None), None)
+        """Appends the choices of one client call, by ticket: all, or none and says why not."""
+        refusal = self.refusal([request for _, request in entries])
         if refusal is None:
-            for ticket, request in entries:
-                self._waiting.append(ticket, request)
+            self._waiting.append(entries)
         return refusal
+
+    def refusal(self, choices: Sequence[Request]) -> Refusal | None:
+        """Why the choices of one client call cannot be taken now; None if they can."""
+        refusals = (*map(self._refusal_for_ever, choices), self._waiting.refusal(choices))
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    def drop_expired(self, now: float) -> list[int]:
+        """Takes the calls out of the queue whose deadline has passed; returns their tickets."""
+        return self._waiting.drop_expired(now)
+
+    def position(self, ticket: int) -> int | None:
+        """How many waiting requests are before this one; None when it does not wait."""
+        return self._waiting.position(ticket)
+
+    def arrival_position(self, priority: Priority) -> int:
+        """How many waiting requests would be before one that arrived now."""
+        return self._waiting.arrival_position(priority)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that waiting requests can have; none while the next one waits for pages."""
+        return 0 if self._waiting.is_held_up else self._slots.count(SlotPhase.FREE)
 
     def abort(self, ticket: int) -> int | None:
         """Forgets a request: its place in the queue, or its slot and pages.
@@ -312,13 +339,13 @@ class Scheduler:
         """
         admitted: list[int] = []
         inserts: list[tuple[int, Occupant]] = []
-        while (head := self._waiting.head()) and (slot := self._slots.first_free()) is not None:
+        while (slot := self._slots.first_free()) is not None and (head := self._waiting.choose()):
             ticket, request = head
             pages = -(-self._positions(request) // self._limits.page_size)
             page_ids = self._pages.allocate(pages)
             if page_ids is None:  # the head waits for pages, and everybody waits behind it
                 break
-            self._waiting.remove(ticket)
+            self._waiting.take()
             self._slots.admit(slot, ticket, request, page_ids)
             self._prefill_turns.append(slot)
             admitted.append(ticket)

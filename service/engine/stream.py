@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from service.engine.types import FinishReason, Request, SpeculationStats, TokenChunk
+from service.engine.types import (
+    FinishReason,
+    QueueStatus,
+    Request,
+    SpeculationStats,
+    TokenChunk,
+)
+
+QUEUE_INTERVAL_S = 0.25
+"""Least time between two statuses of `ChoiceStreams.queue_changes`."""
 
 
 class TokenStream:
@@ -62,6 +72,7 @@ class TokenStream:
         Raises:
           StopAsyncIteration: the last chunk was taken, or the reader called `abort`.
           RequestAbortedError: somebody else aborted the request.
+          DeadlineError: its deadline passed before it got a slot.
           EngineUnavailableError: the engine stopped before the request ended.
           EngineFailedError: the executor raised.
         """
@@ -92,6 +103,11 @@ class TokenStream:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
+
+    def admit(self, admitted_at: float) -> None:
+        """Tells that the request has got its slot (for the engine)."""
+        self.admitted_at = admitted_at
+        self._arrived.set()
 
     def put(self, chunk: TokenChunk) -> None:
         """Merges a chunk into the buffer (for the engine)."""
@@ -139,19 +155,58 @@ class TokenStream:
 class ChoiceStreams:
     """The streams of one client call, one per choice, read as one; for one reader.
 
-    Leaving early must abort them: use `with streams:`.
+    Leaving early must abort them: use `with streams:`, or call `abort()`.
     """
 
-    def __init__(self, streams: Sequence[TokenStream], arrived: asyncio.Event) -> None:
+    def __init__(
+        self,
+        streams: Sequence[TokenStream],
+        arrived: asyncio.Event,
+        queue_status: Callable[[], QueueStatus | None],
+    ) -> None:
         """Made by `Engine.submit_choices`.
 
         Args:
           streams: by choice.
           arrived: the event that they share.
+          queue_status: where they stand in the waiting queue.
         """
         self.streams = tuple(streams)
         self._arrived = arrived
+        self._queue_status = queue_status
         self._first = 0
+
+    async def admitted(self) -> None:
+        """Waits until a choice has its slot, or the reader has aborted them all.
+
+        Raises:
+          EngineError: it will never have one; see `TokenStream.__anext__`.
+        """
+        while not self._is_admitted:
+            for stream in self.streams:
+                stream.raise_error()
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def queue_changes(self) -> AsyncGenerator[QueueStatus, None]:
+        """Yields where they stand in the waiting queue until `admitted`: at once, then when they move.
+
+        At most one in `QUEUE_INTERVAL_S`. Raises like `admitted`.
+        """
+        position = None
+        while not self._is_admitted:
+            status = self._queue_status()
+            if status is not None and status.position != position:
+                position = status.position
+                yield status
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(QUEUE_INTERVAL_S):
+                    await self.admitted()
+
+    @property
+    def _is_admitted(self) -> bool:
+        admitted = any(stream.admitted_at is not None for stream in self.streams)
+        return admitted or all(stream.ended for stream in self.streams)
 
     def __aiter__(self) -> ChoiceStreams:
         return self
@@ -179,9 +234,13 @@ class ChoiceStreams:
             self._arrived.clear()
             await self._arrived.wait()
 
+    def abort(self) -> None:
+        """Ends every choice; see `TokenStream.abort`."""
+        for stream in self.streams:
+            stream.abort()
+
     def __enter__(self) -> ChoiceStreams:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stream in self.streams:
-            stream.abort()
+        self.abort()

@@ -1,12 +1,10 @@
 """Several choices of one prompt: each is the reply to a request of its own; all or none are taken."""
 
-import asyncio
-
 import grpc
 import pytest
 
 from fakes import FakeExecutor
-from live_server import LIMITS, failure_of, live_server, message, rest_of
+from live_server import LIMITS, failure_of, live_server, message, rest_of, settled, until
 from service.pb import inference_pb2
 from service.sampling import choice_seed
 from service.translation import fold
@@ -27,13 +25,6 @@ def plain(choice: inference_pb2.Choice) -> inference_pb2.Choice:
     for field in ("timing", "speculation"):
         choice.finished.usage.ClearField(field)
     return choice
-
-
-async def until_idle(live) -> None:
-    async with asyncio.timeout(5):
-        while live.engine.load().running + live.engine.load().waiting:
-            await asyncio.sleep(0.005)
-    live.engine.check_integrity()
 
 
 async def test_each_choice_equals_a_request_with_its_seed(live):
@@ -88,7 +79,7 @@ async def test_a_choice_that_meets_its_stop_string_leaves_the_others_alone(live,
     assert whole.choices[1].delta.text == texts[1].partition(stop)[0]
     for index in (0, 2):
         assert plain(whole.choices[index]) == plain(free.choices[index])
-    await until_idle(live)
+    await settled(live)
 
 
 async def test_cancel_ends_all_choices(checkpoint):
@@ -112,7 +103,7 @@ async def test_cancel_ends_all_choices(checkpoint):
             assert choice.finished.usage.completion_tokens == len(choice.delta.token_ids)
         assert not (await live.inference.Cancel(cancel)).found
         assert live.engine.counters.aborted == 4
-        await until_idle(live)
+        await settled(live)
 
 
 async def test_closing_the_call_frees_the_slots_of_all_choices(checkpoint):
@@ -121,7 +112,7 @@ async def test_closing_the_call_frees_the_slots_of_all_choices(checkpoint):
         call = live.inference.Generate(message(choices=4, stopping={"ignoreEos": True}))
         await call.read()
         call.cancel()
-        await until_idle(live)
+        await settled(live)
 
 
 async def test_all_choices_are_admitted_or_none(checkpoint):
@@ -131,7 +122,7 @@ async def test_all_choices_are_admitted_or_none(checkpoint):
         for _ in range(3):
             await running.read()
         waiting = live.inference.Generate(message(choices=2, stopping={"ignoreEos": True}))
-        await waiting.read()
+        await until(lambda: live.engine.load().waiting == 2)
         failure = await failure_of(live.inference.Generate(message(choices=3)))
         assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         text = "the waiting queue is full: 5 waiting requests; at most 4; retry in 1 s"

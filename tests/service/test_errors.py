@@ -138,7 +138,7 @@ async def test_before_the_model_is_warm(checkpoint):
 
 async def test_an_engine_that_fails(checkpoint, caplog):
     executor = FakeExecutor(LIMITS, fail_on=("decode", 3))
-    async with live_server(checkpoint, executor=executor) as live:
+    async with live_server(checkpoint, executor=executor, engine_restarts=0) as live:
         request = message(requestId="mine", stopping=ENDLESS)
         failure = await failure_of(live.inference.Generate(request))
         assert failure.code is grpc.StatusCode.INTERNAL

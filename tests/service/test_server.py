@@ -1,13 +1,12 @@
-"""Around the services: health, reflection, message sizes, draining, the process itself."""
+"""Around the services: health, reflection, channelz, message sizes, connections."""
 
 import asyncio
-import signal
-import subprocess
-from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
@@ -15,16 +14,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from fakes import FakeExecutor
-from live_server import (
-    LIMITS,
-    failure_of,
-    health_stub,
-    live_server,
-    message,
-    rest_of,
-    server_command,
-)
-from service.pb import inference_pb2, inference_pb2_grpc
+from live_server import LIMITS, failure_of, health_stub, live_server, message, rest_of
+from service.pb import inference_pb2, model_pb2
 from service.reflection import REFLECTION_SERVICES
 
 OURS = [f"tandem.v1.{name}Service" for name in ("Inference", "Model", "Tokenizer")]
@@ -53,39 +44,6 @@ async def test_health_of_an_unknown_service(checkpoint):
         assert failure.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_health_turns_red_when_the_engine_is_lost(checkpoint):
-    executor = FakeExecutor(LIMITS, fail_on=("decode", 2))
-    async with live_server(checkpoint, executor=executor) as live:
-        await failure_of(live.inference.Complete(message()))
-        await asyncio.wait_for(live.server.engine_lost(), 5)
-        assert (await health_of(live))[:2] == [NOT_SERVING, NOT_SERVING]
-
-
-async def test_draining_lets_streams_finish_and_ends_watches(checkpoint):
-    executor = FakeExecutor(LIMITS, decode_delay_s=0.01)
-    async with live_server(checkpoint, executor=executor) as live:
-        watch = health_stub(live.channel).Watch(health_pb2.HealthCheckRequest())
-        assert (await watch.read()).status == SERVING
-        call = live.inference.Generate(message(stopping={"ignoreEos": True}))
-        await call.read()
-        drain = asyncio.create_task(live.server.drain(20))
-        assert (await watch.read()).status == NOT_SERVING
-        *_, last = await rest_of(call)
-        assert last.finished.reason == inference_pb2.FINISH_REASON_CONTEXT_LENGTH
-        await asyncio.wait_for(drain, 5)
-        failure = await failure_of(live.inference.Generate(message()))
-        assert failure.code is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_draining_cancels_what_outlives_the_grace(checkpoint):
-    executor = FakeExecutor(LIMITS, decode_delay_s=0.05)
-    async with live_server(checkpoint, executor=executor) as live:
-        call = live.inference.Generate(message(stopping={"ignoreEos": True}))
-        await call.read()
-        await asyncio.wait_for(live.server.drain(0.1), 5)
-        assert (await failure_of(call)).code is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_a_port_is_not_shared(checkpoint):
     async with live_server(checkpoint) as live:
         other = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
@@ -99,6 +57,54 @@ async def test_messages_beyond_the_limit_are_refused(checkpoint):
         failure = await failure_of(live.inference.Complete(large))
         assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert str(64 << 20) in failure.text
+
+
+async def test_the_limit_of_messages_is_a_setting(checkpoint):
+    async with live_server(checkpoint, max_message_bytes=20_000) as live:
+        model = (await live.model.GetModel(model_pb2.GetModelRequest())).model
+        assert model.limits.max_message_bytes == 20_000
+        assert await live.inference.Complete(message("x" * 100))
+        failure = await failure_of(live.inference.Complete(message("x" * 20_000)))
+        assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "20000" in failure.text
+
+
+async def test_old_connections_are_replaced_and_their_streams_go_on(checkpoint):
+    executor = FakeExecutor(LIMITS, stepped=True)
+    async with live_server(checkpoint, executor=executor, max_connection_age_seconds=0.3) as live:
+        call = live.inference.Generate(message(stopping={"ignoreEos": True}))
+        executor.allow(2)
+        await call.read()
+        async with asyncio.timeout(20):  # until the server has told the client to connect anew
+            while (state := live.channel.get_state()) is grpc.ChannelConnectivity.READY:
+                await live.channel.wait_for_state_change(state)
+        executor.allow(10_000)
+        *_, last = await rest_of(call)
+        assert last.finished.reason == inference_pb2.FINISH_REASON_CONTEXT_LENGTH
+        assert await live.inference.Complete(message())
+
+
+def channelz_stub(live) -> Any:
+    return channelz_pb2_grpc.ChannelzStub(live.channel)
+
+
+async def test_channelz_is_there_when_it_is_asked_for(checkpoint):
+    name, path = "grpc.channelz.v1.Channelz", "grpc_channelz/v1/channelz.proto"
+    async with live_server(checkpoint, channelz=True) as live:
+        stub = channelz_stub(live)
+        servers = await stub.GetServers(channelz_pb2.GetServersRequest())
+        assert servers.server  # of the whole process
+        response = await ask(live, REFLECTION_SERVICES[0], file_containing_symbol=name)
+        parse = descriptor_pb2.FileDescriptorProto.FromString
+        files = [parse(raw) for raw in response.file_descriptor_response.file_descriptor_proto]
+        assert files[0].name == path
+        listed = await ask(live, REFLECTION_SERVICES[0], list_services="")
+        assert name in [service.name for service in listed.list_services_response.service]
+    async with live_server(checkpoint) as live:
+        stub = channelz_stub(live)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.GetServers(channelz_pb2.GetServersRequest())
+        assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def ask(live, version: str, **question) -> reflection_pb2.ServerReflectionResponse:
@@ -133,8 +139,8 @@ async def test_reflection_shows_comments(checkpoint, version, symbol):
         response = await ask(live, version, file_containing_symbol=symbol)
         parse = descriptor_pb2.FileDescriptorProto.FromString
         files = [parse(raw) for raw in response.file_descriptor_response.file_descriptor_proto]
-        names = [file.name for file in files]
-        assert names == ["tandem/v1/inference.proto", "google/protobuf/duration.proto"]
+        assert files[0].name == "tandem/v1/inference.proto"
+        assert {file.name for file in files} >= set(files[0].dependency)
         comments = [place.leading_comments for place in files[0].source_code_info.location]
         assert any("Divisor of the logits, in [0, 2]." in comment for comment in comments)
 
@@ -163,55 +169,3 @@ async def test_reflection_through_its_own_client(checkpoint):
                 return [*database.get_services(), file.package]
 
         assert (await asyncio.to_thread(read))[-1] == "grpc.reflection.v1"
-
-
-def start(checkpoint: Path, load: str = "pass", *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*server_command(checkpoint, load), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def target_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    prefix, target = process.stdout.readline().rstrip().rsplit(" ", 1)
-    assert prefix == "tandem listening on"
-    return target
-
-
-def test_sigterm_drains_and_exits_with_0(checkpoint):
-    with start(checkpoint) as process, grpc.insecure_channel(target_of(process)) as channel:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "tandem ready\n"
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        call = stub.Generate(message(stopping={"ignoreEos": True}))
-        next(call)
-        process.send_signal(signal.SIGTERM)
-        *_, last = call
-        assert last.finished.reason == inference_pb2.FINISH_REASON_CONTEXT_LENGTH
-        assert process.wait(10) == 0
-
-
-def test_sigterm_during_warm_up_exits_at_once(checkpoint):
-    with start(checkpoint, "time.sleep(60)") as process:
-        target_of(process)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
-
-
-def test_a_model_that_cannot_be_loaded_exits_with_1(checkpoint):
-    with start(checkpoint, "raise ValueError('no weights')") as process:
-        target_of(process)
-        _, errors = process.communicate(timeout=10)
-        assert process.returncode == 1
-        assert "no weights" in errors
-
-
-def test_a_port_in_use_is_an_error(checkpoint):
-    with start(checkpoint) as first:
-        port = target_of(first).rsplit(":", 1)[1]
-        with start(checkpoint, "pass", "--port", port) as second:
-            assert second.wait(10) not in (0, None)
-        first.terminate()

@@ -1,70 +1,28 @@
 """The engine as the service uses it: streams, aborts, bounds, failure, stop; thread included."""
 
 import asyncio
-import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
 
 from fakes import FakeExecutor, expected_reply, small_limits
+from running_engine import Reply, ask, assert_nothing_held, read, started, until
 from service.engine.engine import Engine
 from service.engine.errors import (
     DuplicateRequestError,
     EngineFailedError,
     EngineUnavailableError,
-    QueueFullError,
     RequestAbortedError,
     RequestTooLargeError,
 )
 from service.engine.loop import EngineState
 from service.engine.stream import TokenStream
-from service.engine.types import FinishReason, Request, SamplingParams, TokenChunk
-
-Reply = tuple[tuple[int, ...], FinishReason]
-
-
-@contextlib.asynccontextmanager
-async def started(executor: FakeExecutor, **options: Any) -> AsyncIterator[Engine]:
-    """A running engine; at the end it must be at rest, with nothing held."""
-    engine = Engine(executor, **options)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        if executor.stepped:
-            executor.allow(10_000)
-        await engine.stop(grace_s=0)
-    assert engine.state is EngineState.STOPPED
-    assert_nothing_held(engine)
-
-
-def assert_nothing_held(engine: Engine) -> None:
-    load = engine.load()
-    held = (load.running, load.prefilling, load.waiting, load.waiting_tokens, load.pages_used)
-    assert held == (0, 0, 0, 0, 0)
-    engine.check_integrity()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that the engine's thread does."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-async def read(stream: TokenStream) -> tuple[Reply, list[TokenChunk]]:
-    chunks = [chunk async for chunk in stream]
-    assert all(len(chunk.token_ids) == len(chunk.drafted) for chunk in chunks)
-    assert all(chunk.finish is FinishReason.NONE for chunk in chunks[:-1])
-    tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
-    return (tokens, chunks[-1].finish), chunks
-
-
-def ask(index: int, prompt: int = 5, max_tokens: int = 12) -> Request:
-    return Request(f"r{index}", tuple(range(100 * index, 100 * index + prompt)), max_tokens)
+from service.engine.types import (
+    FinishReason,
+    Request,
+    SamplingParams,
+)
 
 
 @pytest.mark.parametrize("together", range(1, 10))
@@ -247,25 +205,6 @@ async def test_a_slow_reader_gets_one_merged_chunk_and_blocks_nobody():
         stats = chunks[0].speculation
         assert stats.rounds + stats.accepted >= 40 == len(chunks[0].token_ids)
         assert sum(chunks[0].drafted) == stats.accepted
-
-
-async def test_a_full_queue_refuses_at_once_and_takes_requests_again_later():
-    executor = FakeExecutor(small_limits(slots=2), stepped=True)
-    async with started(executor, max_waiting_requests=8) as engine:
-        taken, refused = [], []
-        for i in range(50):
-            try:
-                taken.append(engine.submit(ask(i)))
-            except QueueFullError as error:
-                refused.append(error)
-            assert engine.load().waiting <= 8
-        assert 8 <= len(taken) <= 10
-        assert {(e.kind, e.limit, e.actual) for e in refused} == {("requests", 8, 9)}
-        assert all(e.retry_after_s > 0 for e in refused)
-        executor.allow(10_000)
-        for stream in taken:
-            assert (await read(stream))[0] == expected_reply(stream.request, executor.limits)
-        assert (await read(engine.submit(ask(0))))[0][1] is FinishReason.MAX_TOKENS
 
 
 async def test_what_cannot_be_taken_is_refused_by_submit():
@@ -505,20 +444,6 @@ async def test_an_abort_of_choices_comes_after_all_that_had_arrived():
         assert got[2] == 0
         assert choices.streams[2].admitted_at is None  # it was waiting
         assert engine.counters.aborted == 3
-
-
-async def test_the_time_of_admission_is_told():
-    executor = FakeExecutor(small_limits(slots=1), stepped=True)
-    async with started(executor) as engine:
-        first, second = engine.submit(ask(0)), engine.submit(ask(1))
-        await until(lambda: first.admitted_at is not None)
-        assert second.admitted_at is None
-        executor.allow(10_000)
-        await read(first)
-        await read(second)
-        assert first.admitted_at is not None
-        assert second.admitted_at is not None
-        assert first.submitted_at <= first.admitted_at < second.admitted_at
 
 
 async def test_the_default_draft_cap_reaches_running_requests_that_named_none():

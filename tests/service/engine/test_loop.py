@@ -1,7 +1,8 @@
 """The loop turn by turn, without its thread: any interleaving keeps the executor's contract."""
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +11,15 @@ from hypothesis import strategies as st
 
 from fakes import FakeExecutor, expected_reply, small_limits
 from service.engine.draft_policy import DraftPolicy
-from service.engine.errors import EngineUnavailableError, QueueFullError, RequestTooLargeError
+from service.engine.errors import (
+    DeadlineError,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestTooLargeError,
+)
 from service.engine.loop import EngineLoop, EngineState
 from service.engine.scheduler import Delivery, Scheduler
-from service.engine.types import FinishReason, Limits, Request
+from service.engine.types import FinishReason, Limits, Priority, QueueStatus, Request
 
 
 class Replies:
@@ -22,6 +28,7 @@ class Replies:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, FinishReason] = {}
+        self.expired: list[tuple[int, float]] = []
         self.calls = 0
 
     def __call__(self, deliveries: Sequence[Delivery]) -> None:
@@ -32,9 +39,27 @@ class Replies:
             if chunk.finish is not FinishReason.NONE:
                 self.finish[ticket] = chunk.finish
 
+    def expire(self, tickets: Sequence[int], expired_at: float) -> None:
+        assert not self.tokens.keys() & set(tickets), "it had a slot"
+        self.expired += ((ticket, expired_at) for ticket in tickets)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
 
 def make(
-    executor: FakeExecutor, replies: Replies, waiting: int = 100, **options: Any
+    executor: FakeExecutor,
+    replies: Replies,
+    waiting: int = 100,
+    clock: Callable[[], float] = time.monotonic,
+    **options: Any,
 ) -> EngineLoop:
     scheduler = Scheduler(
         executor.limits, max_waiting_requests=waiting, max_waiting_tokens=1000, **options
@@ -47,9 +72,11 @@ def make(
         executor,
         scheduler,
         admit=lambda tickets, at: None,
+        expire=replies.expire,
         deliver=replies,
         fail=fail,
         retry_after_s=2.5,
+        clock=clock,
     )
     loop.open()
     return loop
@@ -161,6 +188,8 @@ def test_one_delivery_per_decode_call():
 
 def test_refusals_carry_their_facts():
     loop = make(FakeExecutor(small_limits(slots=1)), Replies(), waiting=1)
+    loop.submit(Request("running", (1,), 20))
+    loop.step()
     loop.submit(Request("a", (1,), 1))
     with pytest.raises(QueueFullError) as full:
         loop.submit(Request("b", (1,), 1))
@@ -285,3 +314,165 @@ def test_choices_are_taken_together_or_not_at_all():
     assert loop.load().waiting == 2
     run_until_idle(loop)
     assert [tuple(replies.tokens[ticket]) for ticket in tickets] == [(3, 4, 5, 6)] * 2
+
+
+def test_a_deadline_passes_while_nothing_happens_but_turns():
+    """Nobody submits, aborts or ends: the running slot alone makes the loop look at the clock."""
+    clock, replies = Clock(), Replies()
+    loop = make(FakeExecutor(small_limits(slots=1)), replies, clock=clock)
+    loop.submit(Request("running", (1,), 60))
+    loop.step()
+    late = loop.submit(Request("late", (1,), 4, first_token_deadline=1005.0))
+    patient = loop.submit(Request("patient", (1,), 4))
+    for _ in range(3):
+        loop.step()
+        clock.now += 1
+    assert replies.expired == []
+    clock.now = 1005.0
+    assert loop.has_work  # so the thread does not sleep
+    loop.step()
+    assert replies.expired == [(late, 1005.0)]
+    assert loop.load().waiting == 1
+    assert loop.queue_status(late) is None
+    run_until_idle(loop)
+    assert late not in replies.tokens
+    assert patient in replies.finish
+
+
+def test_a_request_with_a_slot_is_left_alone():
+    clock, replies = Clock(), Replies()
+    loop = make(FakeExecutor(small_limits(slots=1)), replies, clock=clock)
+    prefilling = loop.submit(Request("a", tuple(range(40)), 4, first_token_deadline=1001.0))
+    loop.step()
+    clock.now = 2000.0
+    run_until_idle(loop)
+    assert replies.expired == []
+    assert replies.finish[prefilling] is FinishReason.MAX_TOKENS
+
+
+def test_a_request_that_expires_as_a_slot_falls_free_does_not_get_it():
+    clock, replies = Clock(), Replies()
+    loop = make(FakeExecutor(small_limits(slots=1)), replies, clock=clock)
+    late = loop.submit(Request("late", (1,), 4, first_token_deadline=1001.0))
+    clock.now = 1001.0
+    loop.step()
+    assert replies.expired == [(late, 1001.0)]
+    assert not loop.has_work
+
+
+def ended(loop: EngineLoop, clock: Clock, hold_s: float, count: int = 4) -> None:
+    """Lets so many requests hold the one slot for so many seconds, one after the other."""
+    for number in range(count):
+        loop.submit(Request(f"before{number}", (1,), 1))
+        loop.step()
+        clock.now += hold_s
+        run_until_idle(loop)
+
+
+def test_what_cannot_begin_in_time_is_refused_at_once_and_what_can_is_not():
+    clock, replies = Clock(), Replies()
+    loop = make(FakeExecutor(small_limits(slots=1)), replies, clock=clock)
+    ended(loop, clock, hold_s=3.0)
+    loop.submit(Request("running", (1,), 60))
+    loop.step()
+    hurried = Request("b", (1,), 4, first_token_deadline=clock.now + 2.9)
+    with pytest.raises(
+        DeadlineError, match=r"within 2\.90 s; it is expected in 3\.00 s"
+    ) as refused:
+        loop.submit(hurried)
+    assert refused.value.estimated_wait_s == pytest.approx(3.0)
+    assert refused.value.deadline_s == pytest.approx(2.9)
+    assert refused.value.waited_s is None
+    with pytest.raises(DeadlineError):
+        loop.submit_all((hurried, hurried))
+    assert loop.load().waiting == 0
+    loop.submit(Request("c", (1,), 4, first_token_deadline=clock.now + 3.1))
+    assert loop.load().waiting == 1
+    with pytest.raises(DeadlineError) as refused:  # it would be the second
+        loop.submit(Request("d", (1,), 4, first_token_deadline=clock.now + 3.1))
+    assert refused.value.estimated_wait_s == pytest.approx(6.0)
+    loop.submit(Request("e", (1,), 4, priority=Priority.HIGH, first_token_deadline=clock.now + 3.1))
+    run_until_idle(loop)
+
+
+def test_an_aborted_request_held_its_slot_as_long_as_it_did():
+    clock = Clock()
+    loop = make(FakeExecutor(small_limits(slots=1)), Replies(), clock=clock)
+    for _ in range(4):
+        ticket = loop.submit(Request("aborted", (1,), 60))
+        loop.step()
+        clock.now += 2.0
+        loop.abort(ticket)
+        run_until_idle(loop)
+    loop.submit(Request("running", (1,), 60))
+    loop.step()
+    assert loop.estimated_wait_s(Priority.NORMAL) == 2.0
+
+
+def test_the_estimate_for_the_first_token_counts_the_prompt():
+    class Device(FakeExecutor):
+        def wait(self) -> None:
+            super().wait()
+            clock.now += 0.5
+
+    clock = Clock()
+    loop = make(Device(small_limits(slots=1)), Replies(), clock=clock)
+    loop.submit(Request("before", tuple(range(12)), 1))  # a full chunk, and one of 3 tokens
+    run_until_idle(loop)
+    with pytest.raises(DeadlineError, match=r"it is expected in 2\.00 s"):
+        loop.submit(Request("a", tuple(range(33)), 1, first_token_deadline=clock.now + 1.9))
+    loop.submit(Request("b", tuple(range(33)), 1, first_token_deadline=clock.now + 2.1))
+
+
+def test_what_is_not_known_is_no_reason_to_refuse():
+    clock = Clock()
+    loop = make(FakeExecutor(small_limits(slots=1)), Replies(), clock=clock)
+    ended(loop, clock, hold_s=3.0, count=3)
+    loop.submit(Request("running", (1,), 60))
+    loop.step()
+    loop.submit(Request("a", (1,), 4, first_token_deadline=clock.now + 0.001))
+    with pytest.raises(DeadlineError, match=r"has waited 0\.00 s") as passed:
+        loop.submit(Request("b", (1,), 4, first_token_deadline=clock.now))
+    assert (passed.value.estimated_wait_s, passed.value.waited_s) == (None, 0.0)
+
+
+def test_what_can_never_be_served_is_told_before_what_is_late():
+    clock = Clock()
+    loop = make(FakeExecutor(), Replies(), clock=clock)
+    with pytest.raises(RequestTooLargeError):
+        loop.submit(Request("a", (1,) * 64, 1, first_token_deadline=clock.now - 1))
+
+
+def test_statuses_and_hints_come_from_the_same_estimate():
+    clock = Clock()
+    loop = make(FakeExecutor(small_limits(slots=1)), Replies(), waiting=3, clock=clock)
+    assert loop.estimated_wait_s(Priority.NORMAL) == 0.0
+    ended(loop, clock, hold_s=4.0)
+    running = loop.submit(Request("running", (1,), 60))
+    loop.step()
+    assert loop.queue_status(running) is None
+    low = loop.submit(Request("low", (1,), 4, priority=Priority.LOW))
+    first, second = loop.submit_all((Request("choices", (1,), 4),) * 2)
+    assert [loop.queue_status(ticket) for ticket in (first, second, low)] == [
+        QueueStatus(0, 4.0),
+        QueueStatus(1, 8.0),
+        QueueStatus(2, 12.0),
+    ]
+    assert [loop.estimated_wait_s(priority) for priority in Priority] == [16.0, 12.0, 4.0]
+    for choices, retry_after_s in ((1, 4.0), (2, 8.0)):
+        with pytest.raises(QueueFullError) as full:
+            loop.submit_all((Request("more", (1,), 4),) * choices)
+        assert full.value.retry_after_s == pytest.approx(retry_after_s)
+
+
+@pytest.mark.parametrize(("hold_s", "retry_after_s"), [(0.001, 0.1), (1000.0, 30.0)])
+def test_the_retry_hint_is_neither_at_once_nor_never(hold_s: float, retry_after_s: float):
+    clock = Clock()
+    loop = make(FakeExecutor(small_limits(slots=1)), Replies(), waiting=1, clock=clock)
+    ended(loop, clock, hold_s)
+    for name in ("running", "waiting"):
+        loop.submit(Request(name, (1,), 60))
+        loop.step()
+    with pytest.raises(QueueFullError) as full:
+        loop.submit(Request("more", (1,), 4))
+    assert full.value.retry_after_s == retry_after_s

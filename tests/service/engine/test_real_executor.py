@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 import tiny
 from service.engine.engine import Engine
-from service.engine.types import Request, SamplingParams
+from service.engine.errors import NotFiniteError
+from service.engine.types import FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.slow  # compiles a program per draft length
 
@@ -97,3 +99,46 @@ async def test_min_tokens_come_before_an_end_that_is_all_but_certain(executor, c
     reply = (await serve(executor, {"r": request}))["r"]
     assert len(reply) == 21
     assert reply.index(50) == 20
+
+
+class Poisoning:
+    """An executor that writes NaN into the recurrent state of slot 0 before its third decode call."""
+
+    def __init__(self, executor) -> None:
+        self._executor = executor
+        self._calls = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._executor, name)
+
+    def decode(self, page_tables, draft_length: int):
+        self._calls += 1
+        if self._calls == 3:
+            state = self._executor._state
+            cache = dataclasses.replace(
+                state.caches[0], state_BWPR=state.caches[0].state_BWPR.at[0].set(jnp.nan)
+            )
+            self._executor._state = dataclasses.replace(state, caches=(cache, *state.caches[1:]))
+        return self._executor.decode(page_tables, draft_length)
+
+
+async def test_a_request_whose_state_is_not_a_number_fails_alone(executor):
+    """Case 31: the other requests, and the next in the slot, equal their solo runs; it is counted."""
+    expected = (await serve(executor, {"a": SAMPLED}))["a"]
+    engine = Engine(Poisoning(executor))
+    await engine.start()
+    sick = engine.submit(dataclasses.replace(SAMPLED, request_id="sick", max_tokens=200))
+    others = [
+        engine.submit(dataclasses.replace(SAMPLED, request_id=name)) for name in ("a", "b", "c")
+    ]
+    delivered: list[int] = []
+    with pytest.raises(NotFiniteError, match="'sick' are not finite"):
+        async for chunk in sick:
+            delivered += chunk.token_ids
+    assert 0 < len(delivered) < 24
+    assert tuple(delivered) == expected[: len(delivered)]
+    for stream in others:
+        assert tuple([token async for chunk in stream for token in chunk.token_ids]) == expected
+    assert engine.counters.finished[FinishReason.NOT_FINITE] == 1
+    engine.check_integrity()
+    await engine.stop(10)

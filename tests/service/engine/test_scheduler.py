@@ -1,4 +1,4 @@
-"""The policy: first come first served, bounded, nobody starves, nothing is held twice."""
+"""The policy: everybody in turn, bounded, nobody starves, nothing is held twice."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fakes import FakeExecutor, small_limits
 from service.engine.scheduler import Plan, Scheduler
-from service.engine.types import Limits, Request, SamplingParams
+from service.engine.types import Limits, Priority, Request, SamplingParams
 from service.engine.waiting import Refusal
 
 LIMITS = small_limits()
@@ -117,6 +117,35 @@ def test_the_head_waits_for_pages_and_nobody_overtakes_it():
     assert scheduler.load().waiting == 1
 
 
+def test_a_higher_class_goes_first_but_does_not_overtake_who_waits_for_pages():
+    scheduler = make(small_limits(pages=1 + 20))
+    scheduler.submit(0, request(10, 20))
+    scheduler.plan()
+    assert scheduler.free_slots == 3
+    scheduler.submit(1, request(30, 20))
+    scheduler.submit(2, request(2, 1, priority=Priority.HIGH))
+    assert scheduler.arrival_position(Priority.NORMAL) == 2
+    assert scheduler.plan().admitted == (2,)
+    assert scheduler.free_slots == 0  # there are two, and too few pages
+    scheduler.submit(3, request(2, 1, priority=Priority.HIGH))
+    assert scheduler.plan().admitted == ()
+    assert [scheduler.position(ticket) for ticket in (1, 2, 3)] == [0, None, 1]
+    scheduler.abort(0)
+    scheduler.abort(2)
+    assert scheduler.plan().admitted == (1,)
+
+
+def test_a_chosen_request_that_expires_lets_the_others_go_on():
+    scheduler = make(small_limits(pages=1 + 20))
+    scheduler.submit(0, request(10, 20))
+    scheduler.submit(1, request(30, 20, first_token_deadline=5.0))
+    scheduler.submit(2, request(2, 1))
+    assert scheduler.plan().admitted == (0,)
+    assert scheduler.drop_expired(5.0) == [1]
+    assert scheduler.plan().admitted == (2,)
+    assert scheduler.drop_expired(1e9) == []
+
+
 def test_one_chunk_per_plan_and_slots_take_turns():
     scheduler = make()
     for ticket, length in enumerate((41, 9, 1, 17)):
@@ -197,7 +226,7 @@ def test_a_queue_without_room_is_refused(bounds: tuple[int, int]):
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (lambda s: setattr(s._waiting, "_tokens", 9), "4 prompt tokens wait != 9 counted"),
+        (lambda s: setattr(s._waiting, "_tokens", 9), "4 prompt tokens wait != 1 and 9 counted"),
         (lambda s: s._prefill_turns.clear(), r"prefill turns \[\] != prefilling slots \[0\]"),
         (lambda s: s._pages.allocate(1), "pages in slots != "),
         (lambda s: s._pages._free.pop(), "free pages .* != 48 usable pages"),
