@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from service.config import ServerConfig
+from service.engine.engine import Engine
+from service.engine.loop import EngineState
 from service.engine.supervisor import in_daemon_thread
 from service.engine.types import Executor
 from service.model_card import ModelCard
@@ -45,7 +47,8 @@ async def run(
       log: hears of the stages of the start.
 
     Returns:
-      The exit code: 0 after a signal, 1 when the model could not be loaded or its engine was lost.
+      The exit code: 0 after a signal, 1 when the model could not be loaded, its engine was lost, or
+      something is still held once it has been drained.
 
     Raises:
       OSError, RuntimeError, ValueError: the checkpoint is not one, or the port is taken.
@@ -70,7 +73,7 @@ async def run(
         await server.drain(0)
     await draining
     logger.info("drained")
-    return 1 if lost else 0
+    return 0 if not lost and left_nothing(server.engine) else 1
 
 
 def read(config: ServerConfig) -> tuple[ModelCard, Tokenizer]:
@@ -79,6 +82,22 @@ def read(config: ServerConfig) -> tuple[ModelCard, Tokenizer]:
         ModelCard.from_directory(config.checkpoint),
         Tokenizer.from_directory(config.checkpoint),
     )
+
+
+def left_nothing(engine: Engine | None) -> bool:
+    """Proves that a stopped engine holds nothing any more, and says so in the log."""
+    if engine is None or engine.state is not EngineState.STOPPED:
+        return True
+    load = engine.load()
+    try:
+        engine.check_integrity()
+        if held := load.running + load.prefilling + load.waiting + load.pages_used:
+            raise RuntimeError(f"{held} slots, waiting requests and pages are held: {load}")
+    except RuntimeError as error:
+        logger.error("integrity: %s", error)
+        return False
+    logger.info("integrity: all %d slots and %d pages are free", load.slots, load.pages)
+    return True
 
 
 async def serve_until_lost(server: Server, load: Callable[[], Executor], log: StartupLog) -> None:

@@ -60,6 +60,7 @@ def check_sampling(sampling: inference_pb2.Sampling, limits: Limits) -> Iterator
             f"{len(sampling.logit_bias)} ids",
             f"at most {limits.max_logit_bias}",
         )
+        return
     for token_id, bias in sorted(sampling.logit_bias.items()):
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= limits.vocab_size:

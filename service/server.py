@@ -68,6 +68,8 @@ def options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 0),
+        # A connection that never says hello holds a socket: this is enough for the slowest.
+        ("grpc.server_handshake_timeout_ms", 20_000),
         ("grpc.enable_channelz", int(config.channelz)),
     ]
     if config.max_connection_age_seconds is not None:

@@ -31,6 +31,7 @@ from service.validation import (
     MAX_TEXT_BYTES,
     AcceptedRequest,
     accept,
+    check_request_id,
     check_text,
     check_token_ids,
     first_token_deadline,
@@ -122,7 +123,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         deadline = first_token_deadline(request, time.monotonic(), remaining)
         limits = self._served.ready_engine().limits
         request_id = request_id_of(request)
-        current_request_id.set(request_id)
+        if not check_request_id(request_id):  # it is refused, and not written to the log
+            current_request_id.set(request_id)
         text_ids = None
         if not check_text("text", request.text, max_prompt_bytes(limits)):
             text_ids = await self._served.tokenizer.encode_in_thread(request.text)
@@ -147,10 +149,12 @@ def named(request_id: str) -> str:
     """Returns the id that a call names a request by, and makes it that of the call's log line.
 
     Raises:
-      ServiceError: INVALID_ARGUMENT, there is none.
+      ServiceError: INVALID_ARGUMENT, there is none, or it is none.
     """
     if not request_id:
         raise invalid_argument([Violation("request_id", "empty", "the id of a request")])
+    if violations := check_request_id(request_id):
+        raise invalid_argument(violations)
     current_request_id.set(request_id)
     return request_id
 
@@ -167,7 +171,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Turns text into token ids."""
         if violations := check_text("text", request.text, MAX_TEXT_BYTES):
             raise invalid_argument(violations)
-        token_ids = await self._tokenizer.encode_in_thread(request.text)
+        return await asyncio.to_thread(self._tokenize, request)
+
+    def _tokenize(self, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
+        token_ids = self._tokenizer.encode(request.text)
         spelled = request.include_token_bytes
         return tokenizer_pb2.TokenizeResponse(
             token_ids=token_ids,
@@ -178,6 +185,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.DetokenizeRequest, context: Context
     ) -> tokenizer_pb2.DetokenizeResponse:
         """Turns token ids into text."""
+        if (count := len(request.token_ids)) > MAX_TEXT_BYTES:  # each is at least a byte
+            limit = f"at most {MAX_TEXT_BYTES}"
+            raise invalid_argument([Violation("token_ids", f"{count} ids", limit)])
+        return await asyncio.to_thread(self._detokenize, request)
+
+    def _detokenize(
+        self, request: tokenizer_pb2.DetokenizeRequest
+    ) -> tokenizer_pb2.DetokenizeResponse:
         limit = "an id of the vocabulary"
         ids = request.token_ids
         if violations := check_token_ids("token_ids", ids, self._tokenizer, limit):

@@ -20,6 +20,8 @@ from service.sampling import check_sampling, choice_seed, sampling_params
 MAX_CHOICES = 8
 """Replies to one prompt; fewer where the waiting queue is shorter."""
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_STOP_TOKEN_ID_ENTRIES = 1024
+"""Entries of `stop_token_ids`, repeated ones included; how many may differ, the model says."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_TEXT_BYTES = 8 << 20
@@ -119,7 +121,7 @@ def accept(
     Raises:
       ServiceError: INVALID_ARGUMENT with every violation.
     """
-    prompt_ids = tuple(message.tokens.ids) if message.HasField("tokens") else tuple(text_ids or ())
+    prompt_ids = message.tokens.ids if message.HasField("tokens") else text_ids or ()
     violations = [
         *check_request_id(message.request_id),
         *check_prompt(message, prompt_ids, limits),
@@ -137,7 +139,7 @@ def accept(
     budget = stopping.max_tokens if stopping.HasField("max_tokens") else limits.max_context
     request = Request(
         request_id=request_id,
-        prompt_ids=prompt_ids,
+        prompt_ids=tuple(prompt_ids),
         max_tokens=min(budget, limits.max_context),
         sampling=sampling_params(message.sampling, card.defaults, limits.vocab_size),
         end_ids=() if stopping.ignore_eos else card.end_ids,
@@ -212,7 +214,7 @@ def check_prompt(
             f"{len(prompt_ids)} tokens",
             f"at most {limits.max_context - 1} tokens (context less one)",
         )
-    if kind == "tokens":
+    elif kind == "tokens":
         yield from check_model_ids(field, prompt_ids, limits)
 
 
@@ -272,22 +274,30 @@ def check_stopping(
     if stopping.min_tokens > most:
         name = "max_tokens" if stopping.HasField("max_tokens") else "the context"
         yield Violation("stopping.min_tokens", f"{stopping.min_tokens}", f"at most {most} ({name})")
-    yield from check_model_ids("stopping.stop_token_ids", stopping.stop_token_ids, limits)
     room = limits.max_stop_ids if stopping.ignore_eos else max_stop_token_ids(limits, card)
-    different = len(set(stopping.stop_token_ids))
-    if different > room:
-        yield Violation("stopping.stop_token_ids", f"{different} different ids", f"at most {room}")
+    yield from check_stop_token_ids(stopping.stop_token_ids, room, limits)
     if len(stopping.stop_strings) > MAX_STOP_STRINGS:
         yield Violation(
             "stopping.stop_strings",
             f"{len(stopping.stop_strings)} strings",
             f"at most {MAX_STOP_STRINGS}",
         )
-    for position, string in enumerate(stopping.stop_strings):
+    for position, string in enumerate(stopping.stop_strings[:MAX_STOP_STRINGS]):
         size = len(string.encode())
         if not 1 <= size <= MAX_STOP_STRING_BYTES:
             limit = f"1 to {MAX_STOP_STRING_BYTES} bytes"
             yield Violation(f"stopping.stop_strings[{position}]", f"{size} bytes", limit)
+
+
+def check_stop_token_ids(stop_ids: Sequence[int], room: int, limits: Limits) -> Iterable[Violation]:
+    """Checks the stop ids, of which `room` different ones fit."""
+    field = "stopping.stop_token_ids"
+    if len(stop_ids) > MAX_STOP_TOKEN_ID_ENTRIES:
+        yield Violation(field, f"{len(stop_ids)} ids", f"at most {MAX_STOP_TOKEN_ID_ENTRIES}")
+        return
+    yield from check_model_ids(field, stop_ids, limits)
+    if (different := len(set(stop_ids))) > room:
+        yield Violation(field, f"{different} different ids", f"at most {room}")
 
 
 def check_model_ids(field: str, token_ids: Iterable[int], limits: Limits) -> list[Violation]:

@@ -27,11 +27,12 @@ _PB_USERS = frozenset(
     f"service.{name}"
     for name in (
         *("servicer", "server", "reflection", "translation", "validation"),
-        *("reply", "receipt", "sampling"),
+        *("reply", "reply_stream", "resume", "receipt", "sampling", "telemetry.load"),
     )
 )
 _PURE_POLICY = frozenset(
-    f"service.engine.{name}" for name in ("scheduler", "slots", "pages", "waiting", "draft_policy")
+    f"service.engine.{name}"
+    for name in ("scheduler", "slots", "pages", "waiting", "estimates", "draft_policy")
 )
 _POLICY_MAY_IMPORT = _PURE_POLICY | {"service.engine.types"}
 _NAMELESS_FILES = ("utils.py", "util.py", "helpers.py", "helper.py", "misc.py", "common.py")

@@ -4,7 +4,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -53,9 +53,18 @@ def local_server(arguments: Sequence[str] = (), command: Sequence[str] = COMMAND
     Raises:
       ServerEndedError: it ended before that.
     """
+    with server_process([*command, *arguments]) as (target, _):
+        yield target
+
+
+@contextlib.contextmanager
+def server_process(
+    command: Sequence[str], log: IO[str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Does what `local_server` does, and yields the process too; `log` gets what it logs."""
     # A session of its own: Ctrl-C is for the tool, which ends the server itself.
     with subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -64,7 +73,7 @@ def local_server(arguments: Sequence[str] = (), command: Sequence[str] = COMMAND
                 raise ServerEndedError(f"the server did not start (exit code {process.wait()})")
             target = line.removeprefix(LISTENING).strip()
             wait_until_serving(target)
-            yield target
+            yield target, process
         finally:
             process.terminate()
             try:

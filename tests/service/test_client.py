@@ -166,7 +166,7 @@ def test_a_server_that_does_not_start(checkpoint, local_server, broken, capfd):
         local_server.local_server(broken, server_command(checkpoint)),
     ):
         pass
-    assert f"argument {broken[0]}: " in capfd.readouterr().err
+    assert f"error: {broken[0]} is '{broken[1]}', must be " in capfd.readouterr().err
 
 
 def test_a_model_that_cannot_be_loaded(checkpoint, local_server):

@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from fakes import FakeExecutor
-from live_server import LIMITS, failure_of, live_server, message, rest_of
+from live_server import LIMITS, failure_of, live_server, message, rest_of, until
 from service.errors import from_exception
 from service.pb import inference_pb2, model_pb2, tokenizer_pb2
 
@@ -104,7 +104,7 @@ async def test_a_full_queue(checkpoint):
             for _ in range(2):  # started, and a token: it has left the queue
                 await call.read()
         waiting = live.inference.Generate(message(stopping=ENDLESS))
-        await waiting.read()
+        await until(lambda: live.engine.load().waiting == 1)
         failure = await failure_of(live.inference.Generate(message()))
         assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         text = "the waiting queue is full: 2 waiting requests; at most 1; retry in 1 s"
