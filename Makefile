@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 comma := ,
 DEV_STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo serve test check format format-check lint types protos goldens prove bench-decode train clean
+.PHONY: demo serve test check format format-check lint types protos goldens prove bench-decode load-test grpc-overhead train clean
 
 demo: $(VENV)/installed ## start a server on the embedded checkpoint, ask it, print tokens and figures
 	$(BIN)/python tools/client.py --serve --max-tokens 128 --seed 6 $(ARGS) "$$(printf '$(PROMPT)')"
@@ -50,6 +50,12 @@ prove: $(VENV)/installed ## replies are bitwise the same whatever the drafts, co
 
 bench-decode: $(VENV)/installed ## rounds per second, tokens per second, acceptance by draft length
 	$(BIN)/python tools/bench_decode.py $(ARGS)
+
+load-test: $(VENV)/installed-bench ## 10 minutes of mixed load on a server of its own, with a report
+	$(BIN)/python tools/load_test.py $(ARGS)
+
+grpc-overhead: $(VENV)/installed ## time per token through gRPC over the engine's own
+	$(BIN)/python tools/grpc_overhead.py $(ARGS)
 
 train: $(VENV)/installed-train ## train the embedded checkpoint again
 	$(BIN)/python tools/train_demo.py $(ARGS)

@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-Call = Callable[[int, float], Awaitable[None]]
+Call = Callable[[int, float], Coroutine[Any, Any, None]]
 """Makes the call of a number, which arrived at a time of `time.monotonic`."""
 
 
@@ -39,8 +40,4 @@ async def open_loop(rate: float, seconds: float, seed: int, call: Call) -> None:
             if arrives_at > begun_at + seconds:
                 return
             await asyncio.sleep(arrives_at - time.monotonic())
-            group.create_task(_as_coroutine(call(number, arrives_at)))
-
-
-async def _as_coroutine(work: Awaitable[None]) -> None:
-    await work
+            group.create_task(call(number, arrives_at))

@@ -16,11 +16,17 @@ from service.pb import inference_pb2, model_pb2
 RESUME_WINDOW_S = 10.0
 EARLIEST_CANCEL_S, LATEST_CANCEL_S = 0.0005, 8.0
 STOP_STRINGS = ("return", "\n\n", "self.", "raise ")
-SAMPLINGS: tuple[dict[str, float | int], ...] = (
-    {"temperature": 0},
-    {"temperature": 0.8, "seed": 1},
-    {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 2},
-    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.5, "seed": 3},
+SAMPLINGS = (
+    inference_pb2.Sampling(temperature=0, seed=0),
+    inference_pb2.Sampling(temperature=0.8, seed=1),
+    inference_pb2.Sampling(temperature=1.0, top_k=20, top_p=0.95, seed=2),
+    inference_pb2.Sampling(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, seed=3),
+)
+PRIORITIES = (
+    inference_pb2.PRIORITY_UNSPECIFIED,
+    inference_pb2.PRIORITY_LOW,
+    inference_pb2.PRIORITY_NORMAL,
+    inference_pb2.PRIORITY_HIGH,
 )
 
 
@@ -48,7 +54,9 @@ class Mix:
     def __post_init__(self) -> None:
         shares = dataclasses.astuple(self)
         if min(shares) < 0 or sum(shares) > 1:
-            raise ValueError(f"shares of behaviours are {shares}, must be >= 0 and at most 1 in all")
+            raise ValueError(
+                f"shares of behaviours are {shares}, must be >= 0 and at most 1 in all"
+            )
 
     def choose(self, rng: random.Random) -> Behaviour:
         """Returns a behaviour by its share."""
@@ -157,11 +165,11 @@ class Workload:
         index = rng.randrange(len(self._prompts))
         prompt = self._prompts[index]
         request = inference_pb2.GenerateRequest(
-            sampling=inference_pb2.Sampling(**rng.choice(SAMPLINGS)),
+            sampling=rng.choice(SAMPLINGS),
             stopping=inference_pb2.Stopping(max_tokens=rng.choice(self._budgets)),
             include=inference_pb2.Include(token_ids=True, logprobs=rng.random() < 0.1),
             request_id=request_id,
-            priority=rng.choice(inference_pb2.Priority.values()),
+            priority=rng.choice(PRIORITIES),
         )
         if index % 2:
             request.text = prompt.text
