@@ -27,6 +27,7 @@ from service.resume import ResumeStore
 from service.telemetry.load import LoadMeter, watch_interval
 from service.text.tokenizer import Tokenizer
 from service.translation import fold, model_message
+from service.unserved import refuse_unserved
 from service.validation import (
     MAX_TEXT_BYTES,
     AcceptedRequest,
@@ -119,6 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: Context,
         max_resume_s: float | None,
     ) -> AcceptedRequest:
+        refuse_unserved(request)
         remaining = cast("float | None", context.time_remaining())
         deadline = first_token_deadline(request, time.monotonic(), remaining)
         limits = self._served.ready_engine().limits
@@ -169,6 +171,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
         """Turns text into token ids."""
+        refuse_unserved(request)
         if violations := check_text("text", request.text, MAX_TEXT_BYTES):
             raise invalid_argument(violations)
         return await asyncio.to_thread(self._tokenize, request)

@@ -15,10 +15,17 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from service.engine.types import FinishReason, Limits, Request, SlotRounds
+from service.engine.types import (
+    NOTHING_CONSTRAINED,
+    FinishReason,
+    Limits,
+    Request,
+    SlotRounds,
+    TokenMasks,
+)
 
 REJECTED = -1
 """What a rejected draft token leaves in the page memory."""
@@ -175,7 +182,9 @@ class FakeExecutor:
         start: int,
         tokens: Sequence[int],
         next_token: int,
+        score: bool = False,
     ) -> None:
+        assert not score, "prompts are not scored here"
         self._enter("prefill", slot, start, len(tokens))
         state, limits = self._slots[slot], self.limits
         assert state.request is None, f"prefill of slot {slot}, where a request runs"
@@ -219,7 +228,14 @@ class FakeExecutor:
         self._check_draft_cap(draft_cap)
         self._slots[slot].draft_cap = draft_cap
 
-    def decode(self, page_tables: Sequence[Sequence[int]], draft_length: int) -> FakeDecodeHandle:
+    def decode(
+        self,
+        page_tables: Sequence[Sequence[int]],
+        draft_length: int,
+        allowed: Mapping[int, TokenMasks] = NOTHING_CONSTRAINED,
+        held: Collection[int] = (),
+    ) -> FakeDecodeHandle:
+        assert not allowed and not held, "every slot is free here"
         self._enter(
             "decode", *(state.request and state.request.request_id for state in self._slots)
         )

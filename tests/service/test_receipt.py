@@ -9,6 +9,7 @@ from fakes import FakeExecutor
 from live_server import LIMITS, live_server, message
 from service.pb import inference_pb2
 from service.receipt import ALGORITHM, receipt_digest
+from service.unserved import UNSERVED
 
 SAMPLING = inference_pb2.Sampling(
     temperature=0.5,
@@ -105,9 +106,11 @@ def test_what_changes_nothing_in_the_reply_changes_nothing_in_the_digest():
 
 
 def test_every_parameter_that_determines_the_reply_is_covered():
-    """A new field of Sampling or Stopping must enter the digest (as tandem-receipt-2)."""
-    for original in (SAMPLING, STOPPING):
-        assert len(original.ListFields()) == len(original.DESCRIPTOR.fields)
+    """A new field of Sampling or Stopping must enter the digest (as tandem-receipt-2), or be refused."""
+    for name, original in (("sampling", SAMPLING), ("stopping", STOPPING)):
+        covered = {field.name for field, _ in original.ListFields()}
+        left_out = {field.name for field in original.DESCRIPTOR.fields} - covered
+        assert {f"{name}.{field}" for field in left_out} <= set(UNSERVED)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from service.engine.draft_policy import (
 )
 from service.engine.loop import EngineLoop
 from service.engine.scheduler import Scheduler
-from service.engine.types import FinishReason, Request, SlotRounds
+from service.engine.types import NOTHING_CONSTRAINED, FinishReason, Request, SlotRounds
 
 U = 3
 Cost = Callable[[int, int], float]
@@ -233,8 +233,8 @@ class TimedExecutor(FakeExecutor):
         super().__init__(small_limits(max_context=2048, pages=1 + 2 * 512), **settings)
         self.cost, self.now = cost, 0.0
 
-    def decode(self, page_tables, draft_length):
-        handle = super().decode(page_tables, draft_length)
+    def decode(self, page_tables, draft_length, allowed=NOTHING_CONSTRAINED, held=()):
+        handle = super().decode(page_tables, draft_length, allowed, held)
         take, running = handle.take, sum(map(bool, page_tables))
 
         def timed():
@@ -272,6 +272,7 @@ def test_in_the_loop(accepts, cost, length, single_program):
         executor,
         scheduler,
         admit=lambda tickets, at: None,
+        expire=lambda tickets, at: None,
         deliver=deliver,
         fail=fail,
         retry_after_s=1,

@@ -9,7 +9,8 @@ import pytest
 import tiny
 from service.engine.engine import Engine
 from service.engine.errors import NotFiniteError
-from service.engine.types import FinishReason, Request, SamplingParams
+from service.engine.executor import JaxExecutor
+from service.engine.types import NOTHING_CONSTRAINED, FinishReason, Request, SamplingParams
 
 pytestmark = pytest.mark.slow  # compiles a program per draft length
 
@@ -101,31 +102,28 @@ async def test_min_tokens_come_before_an_end_that_is_all_but_certain(executor, c
     assert reply.index(50) == 20
 
 
-class Poisoning:
+class Poisoning(JaxExecutor):
     """An executor that writes NaN into the recurrent state of slot 0 before its third decode call."""
 
-    def __init__(self, executor) -> None:
-        self._executor = executor
-        self._calls = 0
+    def __init__(self, executor: JaxExecutor) -> None:
+        self.__dict__ = executor.__dict__ | {"_calls": 0}
 
-    def __getattr__(self, name: str):
-        return getattr(self._executor, name)
-
-    def decode(self, page_tables, draft_length: int):
+    def decode(self, page_tables, draft_length, allowed=NOTHING_CONSTRAINED, held=()):
         self._calls += 1
         if self._calls == 3:
-            state = self._executor._state
+            state = self._state
             cache = dataclasses.replace(
                 state.caches[0], state_BWPR=state.caches[0].state_BWPR.at[0].set(jnp.nan)
             )
-            self._executor._state = dataclasses.replace(state, caches=(cache, *state.caches[1:]))
-        return self._executor.decode(page_tables, draft_length)
+            self._state = dataclasses.replace(state, caches=(cache, *state.caches[1:]))
+        return super().decode(page_tables, draft_length, allowed, held)
 
 
 async def test_a_request_whose_state_is_not_a_number_fails_alone(executor):
     """Case 31: the other requests, and the next in the slot, equal their solo runs; it is counted."""
     expected = (await serve(executor, {"a": SAMPLED}))["a"]
-    engine = Engine(Poisoning(executor))
+    poisoning = Poisoning(executor)
+    engine = Engine(poisoning)
     await engine.start()
     sick = engine.submit(dataclasses.replace(SAMPLED, request_id="sick", max_tokens=200))
     others = [
@@ -142,3 +140,4 @@ async def test_a_request_whose_state_is_not_a_number_fails_alone(executor):
     assert engine.counters.finished[FinishReason.NOT_FINITE] == 1
     engine.check_integrity()
     await engine.stop(10)
+    executor.__dict__ |= poisoning.__dict__  # the state it had was donated

@@ -15,7 +15,7 @@ from service.engine.engine import Engine
 from service.engine.errors import EngineFailedError, EngineUnavailableError
 from service.engine.stream import TokenStream
 from service.engine.supervisor import RESTART_WINDOW_S, Supervisor, in_daemon_thread
-from service.engine.types import Request, SamplingParams
+from service.engine.types import NOTHING_CONSTRAINED, Request, SamplingParams
 
 
 class BrokenExecutor(FakeExecutor):
@@ -23,10 +23,10 @@ class BrokenExecutor(FakeExecutor):
 
     broken = True
 
-    def decode(self, page_tables, draft_length):
+    def decode(self, page_tables, draft_length, allowed=NOTHING_CONSTRAINED, held=()):
         if self.broken:
             raise RuntimeError("the device is broken")
-        return super().decode(page_tables, draft_length)
+        return super().decode(page_tables, draft_length, allowed, held)
 
 
 @dataclasses.dataclass
