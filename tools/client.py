@@ -231,6 +231,8 @@ def main() -> int:
     try:
         request = build_request(arguments)
         target = arguments.target
+        if target is None:
+            print("starting a server; the first start compiles for a minute", file=sys.stderr)
         server = contextlib.nullcontext(target) if target else local_server()
         with server as ready_target:
             stream(ready_target, request)
