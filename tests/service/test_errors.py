@@ -99,10 +99,10 @@ async def test_an_id_that_is_running(checkpoint):
 async def test_a_full_queue(checkpoint):
     executor = FakeExecutor(LIMITS, decode_delay_s=0.02)
     async with live_server(checkpoint, executor=executor, max_waiting_requests=1) as live:
-        running = [live.inference.Generate(message(stopping=ENDLESS)) for _ in range(2)]
-        for call in running:
-            for _ in range(2):  # started, and a token: it has left the queue
-                await call.read()
+        running = []
+        for _ in range(2):  # one after the other: only one may wait
+            running.append(live.inference.Generate(message(stopping=ENDLESS)))
+            await running[-1].read()
         waiting = live.inference.Generate(message(stopping=ENDLESS))
         await until(lambda: live.engine.load().waiting == 1)
         failure = await failure_of(live.inference.Generate(message()))

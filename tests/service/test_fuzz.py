@@ -54,6 +54,7 @@ LEGITIMATE = {
     for name in (
         *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"),
         *("FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "DEADLINE_EXCEEDED", "CANCELLED"),
+        "UNIMPLEMENTED",  # what the contract has and this version has not
     )
 }
 

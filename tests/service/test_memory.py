@@ -49,7 +49,7 @@ def read() -> Reading:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     kept = collections.Counter(
-        type(each).__name__ for each in gc.get_objects() if isinstance(each, PER_REQUEST)
+        type(each).__name__ for each in gc.get_objects() if issubclass(type(each), PER_REQUEST)
     )
     return Reading(pages * PAGE_BYTES, tracemalloc.get_traced_memory()[0], dict(kept))
 
