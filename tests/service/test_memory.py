@@ -5,6 +5,8 @@ import collections
 import dataclasses
 import gc
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -102,8 +104,29 @@ async def ask_all(live, numbers: range) -> None:
     await settled(live)
 
 
+ALONE = "MEMORY_TEST_ALONE"
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-async def test_memory_is_flat_over_2000_requests(checkpoint):
+def test_memory_is_flat_over_2000_requests():
+    """In a process of its own: what other tests have left behind must not be measured."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    run = subprocess.run(
+        [*command, "-k", "measured_alone"],
+        env={**environment, ALONE: "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "1 passed" in run.stdout
+
+
+@pytest.mark.skipif(ALONE not in os.environ, reason="run by the test above")
+async def test_measured_alone(checkpoint):
     executor = FakeExecutor(dataclasses.replace(LIMITS, slots=8, pages=1 + 8 * 64))
     # Its diary, which other tests read, would be all that grows here.
     executor.log = executor.inserted = executor.draft_lengths = collections.deque(maxlen=0)  # type: ignore[assignment]
