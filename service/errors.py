@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
 from service.engine.errors import (
+    ConstraintError,
     DeadlineError,
     DuplicateRequestError,
     EngineUnavailableError,
@@ -226,6 +227,16 @@ def not_finite(error: NotFiniteError) -> ServiceError:
     )
 
 
+def constraint_unmet(error: ConstraintError) -> ServiceError:
+    """A constraint has led where no token of the vocabulary may follow."""
+    return ServiceError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "CONSTRAINT_UNMET",
+        f"constraint cannot be met with this vocabulary behind what was sent: {error.reason}",
+        metadata={"field": "constraint", "actual": error.reason},
+    )
+
+
 def from_exception(error: Exception, request_id: str) -> ServiceError:
     """Returns how a failure of any kind is told to the client."""
     match error:
@@ -247,6 +258,8 @@ def from_exception(error: Exception, request_id: str) -> ServiceError:
             return invalid_argument([Violation(field, f"{error.value}", f"at most {error.limit}")])
         case NotFiniteError():
             return not_finite(error)
+        case ConstraintError():
+            return constraint_unmet(error)
         case EngineUnavailableError():
             return unavailable("ENGINE_UNAVAILABLE", str(error))
         case _:

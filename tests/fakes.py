@@ -3,7 +3,8 @@
 The model it plays: the token after t is (t + 1) % vocab_size, unless `replies` scripts the reply of
 a request id; with `seeded`, a request's seed changes its tokens. A request's round r accepts
 `accepts[r % len(accepts)]` draft tokens, or as many as were verified if those are fewer; the round
-after the insert verifies none, like the real program.
+after the insert verifies none, like the real program. Where a token is not allowed, the lowest
+allowed one takes its place, and a draft that says otherwise is rejected.
 
 Programs "run" when they are dispatched, on a simulated page memory: each position that a slot wrote
 holds its token, rejected drafts leave garbage, and a decode call reads back all that its slots
@@ -25,6 +26,7 @@ from service.engine.types import (
     Request,
     SlotRounds,
     TokenMasks,
+    TopTokens,
 )
 
 REJECTED = -1
@@ -94,6 +96,8 @@ class _Slot:
 
     prompt: list[int] = dataclasses.field(default_factory=list)
     """Prefilled so far."""
+    scored: int = 0
+    """Tokens of them in chunks that were scored."""
     next_token: int | None = None
     page_ids: tuple[int, ...] = ()
     request: Request | None = None
@@ -102,14 +106,28 @@ class _Slot:
     """The device's own view: False from the round that ends the request."""
     reply: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
-    drafts: int = 0
-    """Draft tokens that wait to be verified; the next round drops what is beyond its program."""
+    drafts: list[int] = dataclasses.field(default_factory=list)
+    """Wait to be verified; the next round drops what is beyond its program."""
+    unfetched: set[int] = dataclasses.field(default_factory=set)
+    """Calls that it takes part in and nobody has fetched, by dispatch."""
     draft_cap: int = 0
 
 
 def fake_logprob(token: int) -> float:
     """What the fake reports for a token: exact in float32."""
     return -token / 4
+
+
+def fake_top_logprobs(token: int, wanted: int) -> TopTokens:
+    """What the fake reports as likeliest beside a token."""
+    return tuple((token + rank, fake_logprob(token) - rank) for rank in range(wanted))
+
+
+def lowest_allowed(mask: bytes, token: int) -> int:
+    """The token if the mask allows it, else the lowest that it allows; 0 for none, as on a device."""
+    if mask[token // 8] >> token % 8 & 1:
+        return token
+    return next((i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1), 0)
 
 
 class FakeExecutor:
@@ -145,6 +163,9 @@ class FakeExecutor:
         """The requests, in the order of their inserts."""
         self.draft_lengths: list[int] = []
         """Draft length of each decode call's program."""
+        self.allowed: list[dict[int, TokenMasks]] = []
+        self.held: list[tuple[int, ...]] = []
+        """By decode call: the masks of the constrained slots, and who sat it out."""
         self._accepts = tuple(accepts)
         self._decode_delay_s = decode_delay_s
         self._fail_on = fail_on
@@ -183,8 +204,7 @@ class FakeExecutor:
         tokens: Sequence[int],
         next_token: int,
         score: bool = False,
-    ) -> None:
-        assert not score, "prompts are not scored here"
+    ) -> FakeHandle | None:
         self._enter("prefill", slot, start, len(tokens))
         state, limits = self._slots[slot], self.limits
         assert state.request is None, f"prefill of slot {slot}, where a request runs"
@@ -198,9 +218,12 @@ class FakeExecutor:
         self._check_pages(slot, page_ids, start + len(tokens))
         state.page_ids, state.next_token = tuple(page_ids), next_token
         state.prompt += tokens
+        state.scored += len(tokens) if score else 0
         for offset, token in enumerate(tokens):
             self._write(state, start + offset, token)
-        self._dispatched("prefill")
+        number = self._dispatched("prefill")
+        scores = [fake_logprob(token) for token in (*tokens[1:], next_token)]
+        return FakeHandle(lambda: self._fetch_scores(number, scores)) if score else None
 
     def insert(self, slot: int, request: Request, draft_cap: int) -> None:
         self._enter("insert", slot, request.request_id, draft_cap)
@@ -215,6 +238,8 @@ class FakeExecutor:
         assert prefilled == request.prompt_ids, (
             f"insert into slot {slot}: prefilled {prefilled}, prompt {request.prompt_ids}"
         )
+        scored = len(request.prompt_ids) - 1 if request.prompt_logprobs else 0
+        assert state.scored == scored, f"{state.scored} tokens scored, and {scored} wanted"
         state.request, state.running, state.draft_cap = request, True, draft_cap
 
     def release(self, slot: int) -> None:
@@ -234,8 +259,7 @@ class FakeExecutor:
         draft_length: int,
         allowed: Mapping[int, TokenMasks] = NOTHING_CONSTRAINED,
         held: Collection[int] = (),
-    ) -> FakeDecodeHandle:
-        assert not allowed and not held, "every slot is free here"
+    ) -> FakeHandle:
         self._enter(
             "decode", *(state.request and state.request.request_id for state in self._slots)
         )
@@ -252,43 +276,59 @@ class FakeExecutor:
                 self._check_pages(slot, page_ids, min(may_write, self.limits.max_context))
                 state.page_ids = tuple(page_ids)
                 self._check_memory(slot, tokens[:-1])
-        results = [self._run_slot(state, draft_length) for state in self._slots]
-        number = self._dispatched("decode")
-        ended = [
-            state
-            for state, result in zip(self._slots, results, strict=True)
-            if result.finish is not FinishReason.NONE
+        self._check_constrained(allowed, held)
+        self.allowed.append(dict(allowed))
+        self.held.append(tuple(held))
+        taking_part = [
+            state if slot not in held else _Slot() for slot, state in enumerate(self._slots)
         ]
-        return FakeDecodeHandle(lambda: self._fetch(number, results, ended))
+        results = [
+            self._run_slot(state, draft_length, allowed.get(slot))
+            for slot, state in enumerate(taking_part)
+        ]
+        number = self._dispatched("decode")
+        for state in taking_part:
+            if state.request is not None:
+                state.unfetched.add(number)
+        return FakeHandle(lambda: self._fetch(number, results, taking_part))
 
     def wait(self) -> None:
         self._enter("wait")
         self._pass_gate()
         self._pending.clear()
 
+    def _fetch_scores(self, number: int, scores: list[float]) -> list[float]:
+        self._enter("fetch_scores")
+        assert number not in self._pending, "to fetch the scores would be to wait for them"
+        return scores
+
     def _fetch(
-        self, number: int, results: list[SlotRounds], ended: list[_Slot]
+        self, number: int, results: list[SlotRounds], taking_part: list[_Slot]
     ) -> list[SlotRounds]:
         self._enter("fetch")
         self._pass_gate()
         time.sleep(self._decode_delay_s)
         self._pending = {i: kind for i, kind in self._pending.items() if i > number}
-        for state in ended:
-            state.request = None
+        for state, result in zip(taking_part, results, strict=True):
+            state.unfetched.discard(number)
+            if result.finish is not FinishReason.NONE:
+                state.request = None
         return results
 
-    def _run_slot(self, state: _Slot, draft_length: int) -> SlotRounds:
+    def _run_slot(self, state: _Slot, draft_length: int, masks: TokenMasks | None) -> SlotRounds:
         rounds = SlotRounds([], [], [], FinishReason.NONE)
         tokens, drafted, accepted, finish = [], [], [], FinishReason.NONE
-        for _ in range(self.limits.rounds_per_call):
-            if not state.running:
+        for number in range(self.limits.rounds_per_call):
+            if not state.running or (masks is not None and number > 0):
                 emitted, verified, agreed = [], 0, 0
             else:
-                emitted, verified, agreed, finish = self._run_round(state, draft_length)
+                emitted, verified, agreed, finish = self._run_round(state, draft_length, masks)
             tokens.append(emitted)
             drafted.append(verified)
             accepted.append(agreed)
         logprobs = [[fake_logprob(token) for token in row] for row in tokens]
+        wanted = state.request.top_logprobs if state.request else 0
+        top = [[fake_top_logprobs(token, wanted) for token in row] for row in tokens]
         return dataclasses.replace(
             rounds,
             tokens=tokens,
@@ -296,36 +336,54 @@ class FakeExecutor:
             accepted=accepted,
             finish=finish,
             logprobs=logprobs,
+            top_logprobs=top if wanted else (),
+            next_drafts=list(state.drafts),
         )
 
     def _run_round(
-        self, state: _Slot, draft_length: int
+        self, state: _Slot, draft_length: int, masks: TokenMasks | None
     ) -> tuple[list[int], int, int, FinishReason]:
         request, limits = state.request, self.limits
         assert request is not None and state.next_token is not None
-        verified = min(state.drafts, draft_length)
-        agreed = min(self._accepts[state.rounds % len(self._accepts)], verified)
+        drafts, agreed = state.drafts[:draft_length], 0
         position = len(state.prompt) + len(state.reply)
         previous = state.reply[-1] if state.reply else state.next_token
         self._write(state, position, previous)
         emitted: list[int] = []
         finish = FinishReason.NONE
         while finish is FinishReason.NONE and len(emitted) <= agreed:
-            previous = reply_token(
-                request, len(state.reply), previous, limits.vocab_size, self.replies, self._seeded
-            )
+            previous = self._reply_token(request, len(state.reply), previous)
+            if masks is not None:
+                assert len(emitted) < len(masks), f"no mask for position {len(emitted)}"
+                previous = lowest_allowed(masks[len(emitted)], previous)
             emitted.append(previous)
             state.reply.append(previous)
             finish = end_of(request, limits, state.reply)
-        for draft in range(verified):
-            kept = draft < min(agreed, len(emitted))
+            agreed += drafts[len(emitted) - 1 : len(emitted)] == [previous]
+        for draft in range(len(drafts)):
+            kept = draft < agreed
             self._write(state, position + 1 + draft, emitted[draft] if kept else REJECTED)
         state.rounds += 1
         state.running = finish is FinishReason.NONE
         budget = request.max_tokens - len(state.reply)
         room = limits.max_context - len(request.prompt_ids) - len(state.reply)
-        state.drafts = max(0, min(state.draft_cap, draft_length, min(budget, room) - 1))
-        return emitted, verified, min(agreed, len(emitted)), finish
+        count = max(0, min(state.draft_cap, draft_length, min(budget, room) - 1))
+        state.drafts = self._draft(state, request, count)
+        return emitted, len(drafts), agreed, finish
+
+    def _draft(self, state: _Slot, request: Request, count: int) -> list[int]:
+        """As many right drafts as the script accepts in the next round, then wrong ones."""
+        drafts: list[int] = []
+        accepted = self._accepts[state.rounds % len(self._accepts)]
+        for n in range(count):
+            previous = (state.reply + drafts)[-1]
+            right = self._reply_token(request, len(state.reply) + n, previous)
+            drafts.append(right if n < accepted else (right + 1) % self.limits.vocab_size)
+        return drafts
+
+    def _reply_token(self, request: Request, index: int, previous: int) -> int:
+        vocab_size = self.limits.vocab_size
+        return reply_token(request, index, previous, vocab_size, self.replies, self._seeded)
 
     def _enter(self, method: str, *facts: Any) -> None:
         self._thread = self._thread or threading.get_ident()
@@ -344,6 +402,13 @@ class FakeExecutor:
     def _pass_gate(self) -> None:
         if self._gate is not None:
             assert self._gate.acquire(timeout=20), "the test never allowed this call"
+
+    def _check_constrained(self, allowed: Mapping[int, TokenMasks], held: Collection[int]) -> None:
+        for slot, state in enumerate(self._slots):
+            constrained = state.request is not None and state.request.constraint is not None
+            assert constrained or not (slot in allowed or slot in held), f"slot {slot} is free"
+            assert constrained == ((slot in allowed) + (slot in held)), f"slot {slot}"
+            assert slot not in allowed or not state.unfetched, f"slot {slot} has unknown tokens"
 
     def _check_draft_cap(self, draft_cap: int) -> None:
         assert 0 <= draft_cap <= self.limits.draft_length, f"draft cap {draft_cap}"
@@ -372,13 +437,13 @@ class FakeExecutor:
 
 
 @dataclasses.dataclass
-class FakeDecodeHandle:
-    """A decode call whose results wait to be fetched, once and in order."""
+class FakeHandle:
+    """A program whose results wait to be fetched, once and in order."""
 
-    take: Callable[[], list[SlotRounds]]
+    take: Callable[[], Any]
     fetched: bool = False
 
-    def fetch(self) -> list[SlotRounds]:
-        assert not self.fetched, "a decode call is fetched twice"
+    def fetch(self) -> Any:
+        assert not self.fetched, "results are fetched twice"
         self.fetched = True
         return self.take()

@@ -36,6 +36,8 @@ class EngineCounters:
     """Requests dropped from the waiting queue because their deadline had passed."""
     failed: int = 0
     """Requests lost because the executor raised."""
+    dead_ends: int = 0
+    """Requests that failed because their constraint let nothing follow."""
     restarts: int = 0
     """How often the engine was made anew after that."""
 

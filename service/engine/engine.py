@@ -310,6 +310,11 @@ class Engine:
             stream = self._streams.get(delivery.ticket)
             if stream is None:  # aborted meanwhile
                 continue
+            if delivery.error is not None:
+                self._forget(stream)
+                self.counters.dead_ends += 1
+                stream.fail(delivery.error)
+                continue
             chunk = delivery.chunk
             self.counters.add(stream.request, stream.speculation, chunk)
             if chunk.finish is not FinishReason.NONE:

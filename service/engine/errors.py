@@ -113,6 +113,18 @@ class NotFiniteError(EngineError):
         self.request_id = request_id
 
 
+class ConstraintError(EngineError):
+    """The constraint of a request cannot be met behind the tokens that were delivered.
+
+    Attributes:
+      reason: what is in the way, in words.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the constraint cannot be met: {reason}")
+        self.reason = reason
+
+
 class EngineUnavailableError(EngineError):
     """The engine takes no requests, or gave this one up because it stops.
 

@@ -4,6 +4,9 @@ A turn: take in aborts -> plan -> prefill chunk, inserts, decode call (all only 
 the *previous* decode call and deliver its tokens while the new one runs. Threads that submit and
 abort share the scheduler with it under one lock, which is never held while the executor is called.
 
+Slots whose replies are constrained sit every other call out (`Plan.held`). What may follow in them is
+worked out while the device is at the call in between.
+
 While a request waits there is work, so the thread does not sleep, and looks at deadlines once a turn.
 """
 
@@ -17,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from service.engine.constraints import accept_tokens, allowed_tokens
 from service.engine.errors import EngineUnavailableError
 from service.engine.estimates import Estimates
 from service.engine.intake import Intake
@@ -49,6 +53,8 @@ class _Call:
     dispatched_at: float
     prefill_tokens: int
     """Of the chunk that was dispatched just before it; 0 for none."""
+    constrained: bool
+    """Whether somebody took part in one round only."""
 
 
 class EngineLoop:
@@ -303,38 +309,65 @@ class EngineLoop:
 
     def _dispatch(self, plan: Plan) -> _Call | None:
         dispatched_at = self._clock()
+        for slot in plan.releases:
+            self._executor.release(slot)
         for slot, draft_cap in plan.draft_caps:
             self._executor.set_draft_cap(slot, draft_cap)
         prefill_tokens = 0
         if (chunk := plan.prefill) is not None:
             prefill_tokens = len(chunk.tokens)
-            self._executor.prefill(
-                chunk.slot, chunk.page_ids, chunk.start, chunk.tokens, chunk.next_token
+            scores = self._executor.prefill(
+                chunk.slot,
+                chunk.page_ids,
+                chunk.start,
+                chunk.tokens,
+                chunk.next_token,
+                score=chunk.occupant.request.prompt_logprobs,
             )
+            if scores is not None:
+                chunk.occupant.scores.append(scores)
         for slot, occupant in plan.inserts:
             self._executor.insert(slot, occupant.request, occupant.draft_cap)
-        if not plan.decoding:
+        allowed, failures = allowed_tokens(
+            plan.decoding, plan.draft_length, self._executor.limits.vocab_size
+        )
+        if failures:
+            with self._changed:
+                deliveries = self._scheduler.fail(plan.decoding, failures)
+                self._note_ends(deliveries, dispatched_at)
+            self._deliver(deliveries)
+        decoding = tuple(entry for entry in plan.decoding if entry[0] not in failures)
+        if not decoding:
             return None
-        handle = self._executor.decode(plan.page_tables, draft_length=plan.draft_length)
-        draft_cap = max(occupant.draft_cap for _, occupant in plan.decoding)
-        return _Call(handle, plan.decoding, draft_cap, dispatched_at, prefill_tokens)
+        handle = self._executor.decode(
+            plan.page_tables, plan.draft_length, allowed=allowed, held=(*plan.held, *failures)
+        )
+        draft_cap = max(occupant.draft_cap for _, occupant in decoding)
+        return _Call(handle, decoding, draft_cap, dispatched_at, prefill_tokens, bool(allowed))
 
     def _collect(self, call: _Call) -> None:
         results = call.handle.fetch()
+        for _, occupant in call.decoding:
+            if occupant.scores:
+                occupant.fetch_scores()
+        failures = accept_tokens(call.decoding, results)
         started_at = max(call.dispatched_at, self._fetched_at)  # when the call before it had ended
         self._fetched_at = self._clock()
         with self._changed:
             seconds = self._fetched_at - started_at
             if call.prefill_tokens:
                 self._estimates.prefilled(call.prefill_tokens, seconds)
-            else:
+            elif not call.constrained:
                 self._scheduler.observe_call(call.draft_cap, len(call.decoding), seconds)
-            deliveries = self._scheduler.record(call.decoding, results)
-            for delivery in deliveries:
-                if delivery.chunk.finish:
-                    self._estimates.ended(delivery.ticket, self._fetched_at)
+            deliveries = self._scheduler.record(call.decoding, results, failures)
+            self._note_ends(deliveries, self._fetched_at)
         if deliveries:
             self._deliver(deliveries)
+
+    def _note_ends(self, deliveries: Sequence[Delivery], now: float) -> None:
+        for delivery in deliveries:
+            if delivery.last:
+                self._estimates.ended(delivery.ticket, now)
 
     def _take_aborts(self, now: float) -> list[int]:
         """Frees the slots of aborted requests; returns those that the executor must release."""

@@ -7,6 +7,8 @@
   preemption in this version: a slot that has been admitted always runs to its end.
 - Slots that prefill take turns, one chunk per decode call: with B slots a prompt of one chunk waits
   for at most B - 1 chunks of others, and a huge prompt gets at least every B-th chunk.
+- A slot whose reply is constrained takes part in a call only when all its tokens are known, as they
+  decide what may follow; it sits out the call that is dispatched meanwhile. The others notice nothing.
 
 The caller serialises the calls; `EngineLoop` holds its lock around each.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from service.engine.draft_policy import DraftPolicy
 from service.engine.pages import PageAllocator
@@ -30,6 +32,8 @@ from service.engine.types import (
 )
 from service.engine.waiting import Refusal, WaitingQueue
 
+NO_FAILURES: Mapping[int, Exception] = {}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
@@ -40,6 +44,8 @@ class PrefillChunk:
     start: int
     tokens: tuple[int, ...]
     next_token: int
+    occupant: Occupant
+    """Whose prompt it is: gets the scores, if its request wants them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Plan:
 
     admitted: tuple[int, ...]
     """Tickets of the requests that got their slots in this plan (there is nothing to dispatch)."""
+    releases: tuple[int, ...]
+    """Slots whose requests have failed while the device runs them."""
     draft_caps: tuple[tuple[int, int], ...]
     """(slot, draft cap) of the running slots whose cap has changed."""
     prefill: PrefillChunk | None
@@ -55,11 +63,14 @@ class Plan:
     inserts: tuple[tuple[int, Occupant], ...]
     """Slots that start to run, with their occupants: their prompts are prefilled by then."""
     decoding: tuple[tuple[int, Occupant], ...]
-    """Slots that run in the decode call, those just inserted included; empty for no call."""
+    """Slots that take part in the decode call, those just inserted included; empty for no call."""
+    held: tuple[int, ...]
+    """Slots that run and sit the call out: what may follow in their constrained replies is not known
+    before the call in flight is recorded."""
     page_tables: tuple[tuple[int, ...], ...]
     """One per slot. Empty unless the slot runs: a row that is frozen must not reach real pages."""
     draft_length: int
-    """Of the decode call's program: the largest draft cap of the slots that run in it."""
+    """Of the decode call's program: the largest draft cap of the slots that take part in it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +79,13 @@ class Delivery:
 
     ticket: int
     chunk: TokenChunk
+    error: Exception | None = None
+    """Why the request has failed, as its last delivery, with an empty chunk."""
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows for the request."""
+        return self.error is not None or self.chunk.finish is not FinishReason.NONE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,12 +141,14 @@ class Scheduler:
         self._slots = SlotTable(limits)
         self._pages = PageAllocator(limits.pages)
         self._prefill_turns: deque[int] = deque()
+        self._releases: list[int] = []  # of slots that are free here and run on the device
         self._draft_cap_default = limits.draft_length
 
     @property
     def has_work(self) -> bool:
         """Whether a plan could hold anything."""
-        return bool(self._waiting) or self._slots.count(SlotPhase.FREE) < self._limits.slots
+        held = self._slots.count(SlotPhase.FREE) < self._limits.slots
+        return held or bool(self._waiting) or bool(self._releases)
 
     def load(self) -> Load:
         """How full it is now."""
@@ -213,6 +233,7 @@ class Scheduler:
     def clear(self) -> None:
         """Forgets every request (the executor has failed: there is nothing to release)."""
         self._waiting.clear()
+        self._releases.clear()
         for slot in range(self._limits.slots):
             if self._slots.occupant(slot) is not None:
                 self._free(slot)
@@ -220,22 +241,30 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decides what to dispatch now and writes it down as done."""
         admitted, inserts = self._admit()
-        prefill = self._next_chunk()
+        pause = self._all_wait_for_results()
+        prefill = None if pause else self._next_chunk()
         if prefill is not None:
             inserts += self._insert_if_prefilled(prefill.slot)
-        decoding = tuple(self._slots.running())
+        running = self._slots.running()
+        decoding = tuple(entry for entry in running if not (pause or entry[1].held))
+        held = tuple(slot for slot, occupant in running if occupant.held)
         changed = self._set_draft_caps(decoding)
         inserted = {slot for slot, _ in inserts}
         page_tables: list[tuple[int, ...]] = [()] * self._limits.slots
-        for slot, occupant in decoding:
+        for slot, occupant in running:
             page_tables[slot] = occupant.page_ids
+        for _, occupant in decoding:
+            occupant.unrecorded = True
         caps = [occupant.draft_cap for _, occupant in decoding]
+        releases, self._releases = tuple(self._releases), []
         return Plan(
             admitted=tuple(admitted),
+            releases=releases,
             draft_caps=tuple((slot, cap) for slot, cap in changed if slot not in inserted),
             prefill=prefill,
             inserts=tuple(inserts),
             decoding=decoding,
+            held=held,
             page_tables=tuple(page_tables),
             draft_length=self._limits.draft_length
             if self._single_program
@@ -243,14 +272,19 @@ class Scheduler:
         )
 
     def record(
-        self, decoding: Sequence[tuple[int, Occupant]], results: Sequence[SlotRounds]
+        self,
+        decoding: Sequence[tuple[int, Occupant]],
+        results: Sequence[SlotRounds],
+        failures: Mapping[int, Exception] = NO_FAILURES,
     ) -> list[Delivery]:
         """Takes in what a decode call returned, frees the slots that ended in it.
 
         Args:
-          decoding: `Plan.decoding` of that call.
+          decoding: the slots that took part in that call.
           results: one entry per slot. An entry whose slot has changed hands since the dispatch
             belongs to nobody and is dropped.
+          failures: by slot, why what the call emitted there is not to be delivered: the request has
+            failed.
         """
         deliveries: list[Delivery] = []
         for slot, occupant in decoding:
@@ -259,12 +293,23 @@ class Scheduler:
             chunk = occupant.record(results[slot])
             if self._draft_policy is not None:
                 self._draft_policy.observe(occupant.ticket, results[slot])
+            if (error := failures.get(slot)) is not None:
+                runs = chunk.finish is FinishReason.NONE
+                deliveries.append(self._fail(slot, occupant, error, runs=runs))
+                continue
             if chunk.finish is not FinishReason.NONE:
                 # The device froze the slot by itself, and a call in flight does nothing in it:
                 # whatever is dispatched from now on runs after that call.
                 self._free(slot)
             deliveries.append(Delivery(occupant.ticket, chunk))
         return deliveries
+
+    def fail(
+        self, decoding: Sequence[tuple[int, Occupant]], failures: Mapping[int, Exception]
+    ) -> list[Delivery]:
+        """Gives up requests that run, by slot with the reasons."""
+        held = dict(decoding)
+        return [self._fail(slot, held[slot], error, runs=True) for slot, error in failures.items()]
 
     def observe_call(self, draft_cap: int, running: int, seconds: float) -> None:
         """Takes in how long a decode call took, given its largest draft cap and its slots."""
@@ -322,6 +367,14 @@ class Scheduler:
             return Refusal("max_tokens", request.max_tokens, room - prompt, queue_full=False)
         return Refusal("prompt_ids", prompt, max(room - 1, 0), queue_full=False)
 
+    def _fail(self, slot: int, occupant: Occupant, error: Exception, *, runs: bool) -> Delivery:
+        """Frees the slot of a failed request; `runs` says that the device goes on in it."""
+        self._free(slot)
+        if runs:
+            self._releases.append(slot)
+        nothing = TokenChunk((), (), FinishReason.NONE, occupant.speculation)
+        return Delivery(occupant.ticket, nothing, error)
+
     def _free(self, slot: int) -> Occupant:
         occupant = self._slots.release(slot)
         self._pages.free(occupant.page_ids)
@@ -362,7 +415,18 @@ class Scheduler:
         start, prompt = occupant.prefilled, occupant.request.prompt_ids
         end = min(start + self._limits.prefill_chunk, occupant.prefill_length)
         occupant.prefilled = end
-        return PrefillChunk(slot, occupant.page_ids, start, prompt[start:end], prompt[end])
+        tokens, next_token = prompt[start:end], prompt[end]
+        return PrefillChunk(slot, occupant.page_ids, start, tokens, next_token, occupant)
+
+    def _all_wait_for_results(self) -> bool:
+        """Whether there is to be no call before the one in flight is recorded.
+
+        When all replies are constrained they go together from then on, in each call, rather than in two
+        groups by turns. Prefill pauses as well, or it would get two chunks per decode call.
+        """
+        running = [occupant for _, occupant in self._slots.running()]
+        constrained = all(occupant.request.constraint is not None for occupant in running)
+        return constrained and any(occupant.held for occupant in running)
 
     def _insert_if_prefilled(self, slot: int) -> list[tuple[int, Occupant]]:
         occupant = self._slots.occupant(slot)

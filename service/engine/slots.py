@@ -5,8 +5,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
+from collections.abc import Sequence
 
-from service.engine.types import Limits, Request, SlotRounds, SpeculationStats, TokenChunk
+from service.engine.types import (
+    Limits,
+    Request,
+    ScoreHandle,
+    SlotRounds,
+    SpeculationStats,
+    TokenChunk,
+    TokenConstraint,
+)
 
 
 class SlotPhase(enum.Enum):
@@ -38,6 +47,16 @@ class Occupant:
     """Inserted: decode calls dispatched from now on emit tokens for it."""
     emitted: int = 0
     """Tokens of the reply that have been fetched. Calls in flight may have emitted more."""
+    constraint: TokenConstraint | None = None
+    """What the reply is held to, made with the first masks; it knows the tokens that were fetched."""
+    next_drafts: Sequence[int] = ()
+    """What its next round verifies, if all calls that it took part in are recorded."""
+    unrecorded: bool = False
+    """For a constrained request: a call in flight has it take part, so that its next masks wait."""
+    scores: list[ScoreHandle] = dataclasses.field(default_factory=list[ScoreHandle])
+    """Of the prompt's chunks, if their log-probabilities are wanted and not fetched yet."""
+    prompt_logprobs: tuple[float, ...] = ()
+    """Fetched, and not delivered yet."""
     speculation: SpeculationStats = dataclasses.field(default_factory=SpeculationStats)
 
     @property
@@ -50,6 +69,16 @@ class Occupant:
         """Known position: prompt and reply tokens that the host knows of."""
         return len(self.request.prompt_ids) + self.emitted
 
+    @property
+    def held(self) -> bool:
+        """Whether it must sit the next call out."""
+        return self.unrecorded and self.request.constraint is not None
+
+    def fetch_scores(self) -> None:
+        """Fetches the scores of the prompt; they are there once a decode call of the slot is."""
+        self.prompt_logprobs = tuple(score for chunk in self.scores for score in chunk.fetch())
+        self.scores.clear()
+
     def record(self, rounds: SlotRounds) -> TokenChunk:
         """Adds what one decode call did, and returns it as the chunk to deliver.
 
@@ -59,7 +88,6 @@ class Occupant:
         """
         token_ids: list[int] = []
         from_draft: list[bool] = []
-        logprobs = [value for row in rounds.logprobs for value in row]
         accepted_per_round: Counter[int] = Counter()
         verified = 0
         for tokens, drafted, accepted in zip(
@@ -83,12 +111,18 @@ class Occupant:
             )
         self.emitted += len(token_ids)
         self.speculation = _add_rounds(self.speculation, accepted_per_round, verified)
+        self.next_drafts, self.unrecorded = rounds.next_drafts, False
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, ()
+        logprobs = rounds.logprobs if self.request.logprobs else ()
+        top_logprobs = rounds.top_logprobs if self.request.top_logprobs else ()
         return TokenChunk(
             tuple(token_ids),
             tuple(from_draft),
             rounds.finish,
             self.speculation,
-            tuple(logprobs) if self.request.logprobs else (),
+            logprobs=tuple(value for row in logprobs for value in row),
+            top_logprobs=tuple(top for row in top_logprobs for top in row),
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -13,6 +13,7 @@ from service.engine.types import (
     Request,
     SpeculationStats,
     TokenChunk,
+    TopTokens,
 )
 
 QUEUE_INTERVAL_S = 0.25
@@ -53,6 +54,8 @@ class TokenStream:
         self._token_ids: list[int] = []
         self._drafted: list[bool] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[TopTokens] = []
+        self._prompt_logprobs: tuple[float, ...] = ()
         self._finish = FinishReason.NONE
         self._speculation = SpeculationStats()
         self._error: Exception | None = None
@@ -73,6 +76,7 @@ class TokenStream:
           StopAsyncIteration: the last chunk was taken, or the reader called `abort`.
           RequestAbortedError: somebody else aborted the request.
           DeadlineError: its deadline passed before it got a slot.
+          ConstraintError: its constraint lets nothing follow.
           EngineUnavailableError: the engine stopped before the request ended.
           EngineFailedError: the executor raised.
         """
@@ -93,9 +97,7 @@ class TokenStream:
         """
         self._on_abort(self, reason)
         self._ended = True
-        self._token_ids.clear()
-        self._drafted.clear()
-        self._logprobs.clear()
+        self._clear()
         self._arrived.set()
 
     def __enter__(self) -> TokenStream:
@@ -114,6 +116,8 @@ class TokenStream:
         self._token_ids += chunk.token_ids
         self._drafted += chunk.drafted
         self._logprobs += chunk.logprobs
+        self._top_logprobs += chunk.top_logprobs
+        self._prompt_logprobs += chunk.prompt_logprobs
         self._finish = chunk.finish
         self._speculation = chunk.speculation
         self._arrived.set()
@@ -144,12 +148,19 @@ class TokenStream:
             self._finish,
             self._speculation,
             tuple(self._logprobs),
+            tuple(self._top_logprobs),
+            self._prompt_logprobs,
         )
+        self._clear()
+        self._ended = self._finish is not FinishReason.NONE
+        return chunk
+
+    def _clear(self) -> None:
         self._token_ids.clear()
         self._drafted.clear()
         self._logprobs.clear()
-        self._ended = self._finish is not FinishReason.NONE
-        return chunk
+        self._top_logprobs.clear()
+        self._prompt_logprobs = ()
 
 
 class ChoiceStreams:

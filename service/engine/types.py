@@ -87,6 +87,10 @@ class Request:
     """The id that ends the reasoning which the prompt has opened; None when it has opened none."""
     max_reasoning_tokens: int | None = None
     """Tokens of reasoning after which `reasoning_end` is all that can be chosen; None: no limit."""
+    constraint: ConstraintFactory | None = dataclasses.field(default=None, repr=False)
+    """What the reply must look like, from behind its reasoning on; None: anything. Choices of one call
+    share it, and each makes a matcher of its own. Needs `end_ids`, and no `min_tokens`: once a
+    constraint is met, its end may be all that it allows."""
     max_draft_tokens: int | None = None
     """Draft cap for this request; 0 is off; None leaves it to the server."""
     priority: Priority = Priority.NORMAL
@@ -211,6 +215,36 @@ draft tokens (`SlotRounds.next_drafts`); token i is bit i % 8 of byte i // 8. Po
 missing, like those behind a draft that is not allowed, are not looked at."""
 
 NOTHING_CONSTRAINED: Mapping[int, TokenMasks] = {}
+
+
+class TokenConstraint(Protocol):
+    """What may follow in one reply, given its tokens so far. Used on the engine thread only."""
+
+    def masks(self, drafts: Sequence[int]) -> TokenMasks:
+        """Returns the tokens allowed next, and then behind each prefix of the draft tokens.
+
+        Positions behind a draft that is not allowed may be missing. Changes nothing.
+
+        Raises:
+          ConstraintError: nothing is allowed next, or that is more than the constraint can compute.
+        """
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Appends emitted tokens to the reply.
+
+        Raises:
+          ConstraintError: one of them is not allowed.
+        """
+        ...
+
+
+class ConstraintFactory(Protocol):
+    """A constraint that any number of replies may be held to, each by a matcher of its own."""
+
+    def matcher(self) -> TokenConstraint:
+        """Returns the constraint at the beginning of a reply."""
+        ...
 
 
 class ScoreHandle(Protocol):

@@ -33,7 +33,9 @@ TOTALS: dict[str, tuple[str, Callable[[EngineCounters], int]]] = {
     ),
     "requests_failed": (
         "Requests lost because the engine failed, or the model's output was not finite",
-        lambda counters: counters.failed + counters.finished[FinishReason.NOT_FINITE],
+        lambda counters: (
+            counters.failed + counters.dead_ends + counters.finished[FinishReason.NOT_FINITE]
+        ),
     ),
     "engine_restarts": ("Engines that replaced a lost one", lambda counters: counters.restarts),
     "spec_decode_num_drafts": (
