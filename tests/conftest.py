@@ -1,8 +1,16 @@
 """Settings of every test run; they are made before the first import of jax or of `model`."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A run compiles each program once, whichever of its processes need it, and leaves nothing behind.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="tandem-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 # Servers that tests start leave the user's own cache alone.
 os.environ["TANDEM_COMPILATION_CACHE"] = "none"
 

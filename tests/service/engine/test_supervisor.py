@@ -191,9 +191,9 @@ async def test_a_stuck_engine_is_told_of_and_so_is_its_recovery(caplog):
 
 async def test_an_engine_without_work_is_not_stuck():
     executor = FakeExecutor()
-    async with watched(executor, stall_s=0.05) as w:
+    async with watched(executor, stall_s=0.5) as w:
         await read(w.engine.submit(ask("r")))
-        await asyncio.sleep(0.5)  # nothing happens, which no event tells
+        await asyncio.sleep(1.0)  # nothing happens, which no event tells
         assert w.reports == [True]
 
 
