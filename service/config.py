@@ -128,6 +128,8 @@ class ServerConfig(BaseModel, frozen=True):
     """Rounds in one decode call."""
     dtype: Dtype = "float32"
     """Type of parameters, keys and values."""
+    chat_format: Literal["auto", "qwen3", "plain"] = "auto"
+    """How replies to chats are read: qwen3: reasoning and calls; auto: as the template says."""
     compilation_cache: OrNone[PossibleDirectory] = Path("~/.cache/tandem/xla")
     """Directory that keeps compiled programs for later starts; none: compile at every start."""
 

@@ -25,6 +25,8 @@ from service.engine.errors import (
 DOMAIN = "tandem"
 MAX_VIOLATIONS = 16
 """Field violations told for one request."""
+MAX_TOLD_CHARACTERS = 60
+"""Of a client's text in a message about it."""
 RETRY_AFTER_S = 1.0
 """When to retry where nothing better is known."""
 FIELD_OF_ENGINE_FIELD = {
@@ -52,6 +54,13 @@ class Violation:
     def description(self) -> str:
         """The violation as a sentence without its subject, which is the field."""
         return f"is {self.actual}, must be {self.limit}"
+
+
+def told(text: str) -> str:
+    """Returns a client's text, short and in ASCII, for a message about it."""
+    if not text:
+        return "empty"
+    return ascii(text[:MAX_TOLD_CHARACTERS]) + ("..." if len(text) > MAX_TOLD_CHARACTERS else "")
 
 
 class ServiceError(Exception):

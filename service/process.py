@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from service.chats import Chats
 from service.config import ServerConfig
 from service.engine.engine import Engine
 from service.engine.loop import EngineState
@@ -14,6 +15,7 @@ from service.engine.types import Executor
 from service.model_card import ModelCard
 from service.server import Server
 from service.startup import StartupLog
+from service.text.chat_template import ChatTemplate
 from service.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,12 +78,13 @@ async def run(
     return 0 if not lost and left_nothing(server.engine) else 1
 
 
-def read(config: ServerConfig) -> tuple[ModelCard, Tokenizer]:
+def read(config: ServerConfig) -> tuple[ModelCard, Tokenizer, Chats]:
     """Reads what the server tells of the checkpoint before it is loaded."""
-    return (
-        ModelCard.from_directory(config.checkpoint),
-        Tokenizer.from_directory(config.checkpoint),
-    )
+    tokenizer = Tokenizer.from_directory(config.checkpoint)
+    template = ChatTemplate.from_directory(config.checkpoint)
+    output_format = None if config.chat_format == "auto" else config.chat_format
+    card = ModelCard.from_directory(config.checkpoint)
+    return card, tokenizer, Chats(template, tokenizer, output_format)
 
 
 def left_nothing(engine: Engine | None) -> bool:

@@ -7,9 +7,10 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+from service.constraint import digest_part
 from service.pb import inference_pb2
 
-ALGORITHM = "tandem-receipt-1"
+ALGORITHM = "tandem-receipt-2"
 
 
 def receipt_digest(
@@ -17,6 +18,7 @@ def receipt_digest(
     prompt_ids: Sequence[int],
     sampling: inference_pb2.Sampling,
     stopping: inference_pb2.Stopping,
+    constraint: inference_pb2.Constraint,
     reply_ids: Sequence[int],
 ) -> str:
     """Returns the digest as 64 hex digits.
@@ -26,6 +28,7 @@ def receipt_digest(
       prompt_ids: the rendered prompt.
       sampling: what was in force (`Receipt.sampling`).
       stopping: what was in force (`Receipt.stopping`).
+      constraint: what the reply was held to (`Receipt.constraint`); empty: nothing.
       reply_ids: all of `Delta.token_ids` of the choice.
     """
     remaining = (
@@ -47,9 +50,12 @@ def receipt_digest(
         struct.pack(">I", len(bias)),
         *(struct.pack(">If", token_id, unsigned_zero(value)) for token_id, value in bias),
         struct.pack(">III", stopping.max_tokens, stopping.min_tokens, stopping.ignore_eos),
+        struct.pack(">I", stopping.HasField("max_reasoning_tokens")),
+        struct.pack(">I", stopping.max_reasoning_tokens),
         ids(sorted(stopping.stop_token_ids)),
         struct.pack(">I", len(strings)),
         *(struct.pack(">I", len(string)) + string for string in strings),
+        digest_part(constraint),
         ids(reply_ids),
     ]
     return hashlib.sha256(b"".join(parts)).hexdigest()

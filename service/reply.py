@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from service.chat_reply import ChatReply
 from service.engine.stream import TokenStream
 from service.engine.types import FinishReason, QueueStatus, SpeculationStats, TokenChunk
 from service.model_card import ModelCard
@@ -73,6 +74,7 @@ class Reply:
             ChoiceReply(index, accepted, stream, tokenizer, card.fingerprint, clock, observers)
             for index, stream in enumerate(streams)
         ]
+        self._prompt_told = not accepted.choices[0].prompt_logprobs
         self._sequence = 0
 
     def started(self) -> inference_pb2.GenerateResponse:
@@ -97,7 +99,7 @@ class Reply:
     def push(self, index: int, chunk: TokenChunk) -> list[inference_pb2.GenerateResponse]:
         """Adds a chunk of a choice; returns what of it can be shown, and the end if it is that."""
         choice = self._choices[index]
-        return self._messages(choice, choice.push(chunk))
+        return [*self._prompt(chunk), *self._messages(choice, choice.push(chunk))]
 
     def cancel(self) -> list[inference_pb2.GenerateResponse]:
         """Ends the choices that have not ended; returns what was held back, and their ends."""
@@ -112,12 +114,20 @@ class Reply:
         """Whether a choice is complete: by a stop string, or because the engine ended it."""
         return self._choices[index].ended
 
+    def _prompt(self, chunk: TokenChunk) -> list[inference_pb2.GenerateResponse]:
+        """The prompt's scores, once: the first chunk of any choice has them, and they are the same."""
+        if self._prompt_told or not chunk.token_ids:
+            return []
+        self._prompt_told = True
+        prompt = inference_pb2.Prompt(
+            token_ids=self._accepted.choices[0].prompt_ids, logprobs=chunk.prompt_logprobs
+        )
+        return [self._number(inference_pb2.GenerateResponse(prompt=prompt))]
+
     def _messages(
-        self, choice: "ChoiceReply", delta: inference_pb2.Delta | None
+        self, choice: "ChoiceReply", deltas: Sequence[inference_pb2.Delta]
     ) -> list[inference_pb2.GenerateResponse]:
-        messages: list[inference_pb2.GenerateResponse] = []
-        if delta is not None:
-            messages.append(self._number(inference_pb2.GenerateResponse(delta=delta)))
+        messages = [self._number(inference_pb2.GenerateResponse(delta=delta)) for delta in deltas]
         if choice.ended:
             finished = choice.finished()
             messages.append(self._number(inference_pb2.GenerateResponse(finished=finished)))
@@ -149,8 +159,12 @@ class ChoiceReply:
         self._fingerprint = fingerprint
         self._clock = clock
         self._observers = observers
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
-        self._stop_matcher = StopMatcher(accepted.stop_strings)
+        self._stop_matcher = StopMatcher(
+            accepted.stop_strings, show_match=accepted.stopping.include_stop_string
+        )
+        self._chat = None if accepted.chat is None else ChatReply(accepted.chat, stream.request)
         self._first_token_at: float | None = None
         self._last_token_at = 0.0
         self._completion_tokens = 0
@@ -160,8 +174,8 @@ class ChoiceReply:
         self.ended = False
         """True once a stop string matched or the engine ended the request: nothing may follow."""
 
-    def push(self, chunk: TokenChunk) -> inference_pb2.Delta | None:
-        """Adds a chunk; returns what of it can be shown, or None when that is nothing.
+    def push(self, chunk: TokenChunk) -> list[inference_pb2.Delta]:
+        """Adds a chunk; returns what of it can be shown, which may be nothing.
 
         Tokens behind the one that completes a stop string were never part of the reply.
         """
@@ -170,6 +184,8 @@ class ChoiceReply:
         count = 0
         for token_id in chunk.token_ids:
             count += 1
+            if self._chat is not None:
+                self._chat.count(token_id)
             if count == len(chunk.token_ids) and chunk.finish in (
                 FinishReason.END_OF_SEQUENCE,
                 FinishReason.STOP,
@@ -190,21 +206,21 @@ class ChoiceReply:
         self._completion_tokens += count
         if self._accepted.include_receipt:
             self._token_ids += chunk.token_ids[:count]
-        return self._delta(
-            text, chunk.token_ids[:count], chunk.drafted[:count], chunk.logprobs[:count]
-        )
+        return self._deltas(text, chunk, count)
 
-    def cancel(self) -> inference_pb2.Delta | None:
+    def cancel(self) -> list[inference_pb2.Delta]:
         """Ends the choice early; returns what was held back."""
         text = self._show(self._detokenizer.flush()) + self._stop_matcher.flush()
         self._end(inference_pb2.FINISH_REASON_CANCELLED)
-        return self._delta(text)
+        return self._deltas(text)
 
     def finished(self) -> inference_pb2.Finished:
         """Returns the end."""
         started_at, usage = self._stream.submitted_at, self._finished.usage
         usage.prompt_tokens = len(self._request.prompt_ids)
         usage.completion_tokens = self._completion_tokens
+        if self._chat is not None:
+            usage.reasoning_tokens = self._chat.reasoning_tokens
         if self._speculation.drafted:
             usage.speculation.CopyFrom(speculation_usage(self._speculation))
         if self._stream.admitted_at is not None:
@@ -239,14 +255,15 @@ class ChoiceReply:
 
     def _receipt(self) -> inference_pb2.Receipt:
         sampling, stopping = sampling_message(self._request.sampling), self._accepted.stopping
-        prompt_ids = self._request.prompt_ids
+        constraint, prompt_ids = self._accepted.constraint, self._request.prompt_ids
         return inference_pb2.Receipt(
             algorithm=ALGORITHM,
             digest=receipt_digest(
-                self._fingerprint, prompt_ids, sampling, stopping, self._token_ids
+                self._fingerprint, prompt_ids, sampling, stopping, constraint, self._token_ids
             ),
             sampling=sampling,
             stopping=stopping,
+            constraint=constraint,
         )
 
     def _show(self, text: str) -> str:
@@ -264,21 +281,41 @@ class ChoiceReply:
             self._finished.reason = reason
         self.ended = True
 
-    def _delta(
-        self,
-        text: str,
-        token_ids: Sequence[int] = (),
-        drafted: Sequence[bool] = (),
-        logprobs: Sequence[float] = (),
-    ) -> inference_pb2.Delta | None:
+    def _deltas(
+        self, text: str, chunk: TokenChunk | None = None, count: int = 0
+    ) -> list[inference_pb2.Delta]:
+        """The pieces that say `text`, and what was asked for of the chunk's first tokens.
+
+        One piece, or several where a chat's reply says several things.
+        """
         accepted = self._accepted
-        delta = inference_pb2.Delta(
-            text=text if accepted.include_text else "",
-            token_ids=token_ids if accepted.include_token_ids else (),
-            drafted=drafted if accepted.include_drafted else (),
-            logprobs=logprobs,  # there are none unless the request asked for them
-        )
-        if not delta.ByteSize():
-            return None
-        delta.index = self._finished.index
-        return delta
+        if self._chat is None:
+            deltas = [inference_pb2.Delta(text=text)]
+        else:
+            deltas = self._chat.feed(text)
+            if self.ended:
+                deltas += self._chat.finish(self._finished)
+        if not accepted.include_text:
+            deltas = []
+        if chunk is not None:
+            deltas = deltas or [inference_pb2.Delta()]
+            self._add_tokens(deltas[0], chunk, count)
+        shown = [delta for delta in deltas if delta.ByteSize()]
+        for delta in shown:
+            delta.index = self._finished.index
+        return shown
+
+    def _add_tokens(self, delta: inference_pb2.Delta, chunk: TokenChunk, count: int) -> None:
+        accepted, token_ids = self._accepted, chunk.token_ids[:count]
+        if accepted.include_token_ids:
+            delta.token_ids.extend(token_ids)
+        if accepted.include_token_bytes:
+            delta.token_bytes.extend(map(self._tokenizer.token_bytes, token_ids))
+        if accepted.include_drafted:
+            delta.drafted.extend(chunk.drafted[:count])
+        # There are none unless the request asked for them.
+        delta.logprobs.extend(chunk.logprobs[:count])
+        for top in chunk.top_logprobs[:count]:
+            delta.top_logprobs.add(
+                token_ids=[token_id for token_id, _ in top], logprobs=[value for _, value in top]
+            )

@@ -12,7 +12,9 @@ import grpc
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from service.chats import Chats
 from service.config import ServerConfig
+from service.constraint import Constraints
 from service.engine.counters import EngineCounters
 from service.engine.engine import Engine
 from service.engine.errors import EngineFailedError
@@ -35,7 +37,7 @@ from service.security.tls import server_credentials
 from service.security.tokens import TokenFile
 from service.servicer import InferenceServicer, ModelServicer, ServedModel, TokenizerServicer
 from service.telemetry.telemetry import Telemetry
-from service.text.tokenizer import Tokenizer
+from service.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +97,13 @@ def interceptors(
 class Server:
     """One model behind gRPC, from listening to drained."""
 
-    def __init__(self, config: ServerConfig, card: ModelCard, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: ServerConfig, card: ModelCard, tokenizer: Tokenizer, chats: Chats
+    ) -> None:
         """Registers the services; must run inside an event loop. Nothing listens yet."""
         self._config = config
-        self._served = ServedModel(card, tokenizer)
+        constraints = Constraints(config.checkpoint / TOKENIZER_FILE, card.end_ids)
+        self._served = ServedModel(card, tokenizer, chats, constraints)
         self._kept = ResumeStore(config.max_resume_bytes)
         self._draining = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -113,7 +118,7 @@ class Server:
             InferenceServicer(self._served, self._kept, config.max_resume_seconds), self._server
         )
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(
-            TokenizerServicer(tokenizer), self._server
+            TokenizerServicer(tokenizer, chats), self._server
         )
         model_pb2_grpc.add_ModelServiceServicer_to_server(
             ModelServicer(self._served, config), self._server

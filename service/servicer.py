@@ -1,13 +1,16 @@
 """The three services: thin, between validation on the way in and translation on the way out."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, cast
 
 import grpc
 
+from service.chats import ChatPrompt, Chats
 from service.config import ServerConfig
+from service.constraint import Constraints, ConstraintSource, constraint_source
 from service.engine.engine import Engine
 from service.engine.errors import DuplicateRequestError
 from service.errors import Violation, invalid_argument, unavailable
@@ -27,7 +30,6 @@ from service.resume import ResumeStore
 from service.telemetry.load import LoadMeter, watch_interval
 from service.text.tokenizer import Tokenizer
 from service.translation import fold, model_message
-from service.unserved import refuse_unserved
 from service.validation import (
     MAX_TEXT_BYTES,
     AcceptedRequest,
@@ -46,9 +48,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ServedModel:
     """What the services share: card and tokenizer from the start, the engine once it is warm."""
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, card: ModelCard, tokenizer: Tokenizer, chats: Chats, constraints: Constraints
+    ) -> None:
         self.card = card
         self.tokenizer = tokenizer
+        self.chats = chats
+        self.constraints = constraints
         self.engine: Engine | None = None
         self.observers: Sequence[ReplyObserver] = ()
 
@@ -120,19 +126,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: Context,
         max_resume_s: float | None,
     ) -> AcceptedRequest:
-        refuse_unserved(request)
         remaining = cast("float | None", context.time_remaining())
         deadline = first_token_deadline(request, time.monotonic(), remaining)
         limits = self._served.ready_engine().limits
         request_id = request_id_of(request)
         if not check_request_id(request_id):  # it is refused, and not written to the log
             current_request_id.set(request_id)
-        text_ids = None
-        if not check_text("text", request.text, max_prompt_bytes(limits)):
-            text_ids = await self._served.tokenizer.encode_in_thread(request.text)
-        return accept(
-            request, request_id, text_ids, limits, self._served.card, deadline, max_resume_s
+        prompt: Sequence[int] | ChatPrompt | None = None
+        if request.HasField("chat"):
+            prompt = await self._served.chats.prompt(request.chat, max_prompt_bytes(limits))
+        elif not check_text("text", request.text, max_prompt_bytes(limits)):
+            prompt = await self._served.tokenizer.encode_in_thread(request.text)
+        accepted = accept(
+            request, request_id, prompt, limits, self._served.card, deadline, max_resume_s
         )
+        return await self._constrain(accepted, limits.vocab_size)
+
+    async def _constrain(self, accepted: AcceptedRequest, vocab_size: int) -> AcceptedRequest:
+        """Compiles what the reply must look like."""
+        source = constraint_source(accepted.constraint)
+        if accepted.chat is not None and (grammar := accepted.chat.grammar_of_calls) is not None:
+            source = ConstraintSource("lark", grammar, "chat.tool_choice")
+            accepted.constraint.grammar = grammar
+        if source is None:
+            return accepted
+        constraint = await self._served.constraints.compile(source, vocab_size)
+        choices = [dataclasses.replace(c, constraint=constraint) for c in accepted.choices]
+        return dataclasses.replace(accepted, choices=tuple(choices))
 
     def _submit(self, accepted: AcceptedRequest) -> ReplyStream:
         # Nothing is sent before this succeeds: clients retry a call only until its first byte.
@@ -164,24 +184,30 @@ def named(request_id: str) -> str:
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Tokenize and Detokenize."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, chats: Chats) -> None:
         self._tokenizer = tokenizer
+        self._chats = chats
 
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: Context
     ) -> tokenizer_pb2.TokenizeResponse:
-        """Turns text into token ids."""
-        refuse_unserved(request)
-        if violations := check_text("text", request.text, MAX_TEXT_BYTES):
+        """Turns text, or a chat, into token ids."""
+        if request.HasField("chat"):
+            rendered = (await self._chats.prompt(request.chat, MAX_TEXT_BYTES)).rendered
+            token_ids, text = rendered.token_ids, rendered.text
+        elif violations := check_text("text", request.text, MAX_TEXT_BYTES):
             raise invalid_argument(violations)
-        return await asyncio.to_thread(self._tokenize, request)
+        else:
+            token_ids, text = await self._tokenizer.encode_in_thread(request.text), ""
+        return await asyncio.to_thread(self._tokens, token_ids, text, request.include_token_bytes)
 
-    def _tokenize(self, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
-        token_ids = self._tokenizer.encode(request.text)
-        spelled = request.include_token_bytes
+    def _tokens(
+        self, token_ids: Sequence[int], rendered: str, spelled: bool
+    ) -> tokenizer_pb2.TokenizeResponse:
         return tokenizer_pb2.TokenizeResponse(
             token_ids=token_ids,
             token_bytes=map(self._tokenizer.token_bytes, token_ids) if spelled else (),
+            rendered=rendered,
         )
 
     async def Detokenize(
@@ -217,7 +243,11 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         """Describes the served model."""
         engine = self._served.ready_engine()
         model = model_message(
-            self._served.card, engine.limits, self._config, engine.draft_cap_default
+            self._served.card,
+            engine.limits,
+            self._config,
+            engine.draft_cap_default,
+            self._served.chats.output_format,
         )
         return model_pb2.GetModelResponse(model=model)
 

@@ -3,9 +3,11 @@
 from google.protobuf import duration_pb2, struct_pb2
 
 from service.config import ServerConfig, effective
-from service.engine.types import Limits, SamplingParams, SpeculationStats
+from service.engine.types import MAX_TOP_LOGPROBS, Limits, SamplingParams, SpeculationStats
 from service.model_card import ModelCard
 from service.pb import inference_pb2, model_pb2
+from service.text.chat_output import OutputFormat
+from service.text.grammar import MAX_GRAMMAR_BYTES
 from service.validation import (
     MAX_CHOICES,
     MAX_STOP_STRING_BYTES,
@@ -57,14 +59,31 @@ def fold(response: inference_pb2.CompleteResponse, message: inference_pb2.Genera
             # Not MergeFrom: it would replace the text.
             delta = choice_of(response, message.delta.index).delta
             delta.text += message.delta.text
+            delta.reasoning += message.delta.reasoning
+            for call in message.delta.tool_calls:
+                join_call(delta, call)
+            delta.token_bytes.extend(message.delta.token_bytes)
+            delta.top_logprobs.extend(message.delta.top_logprobs)
             delta.token_ids.extend(message.delta.token_ids)
             delta.drafted.extend(message.delta.drafted)
             delta.logprobs.extend(message.delta.logprobs)
+        case "prompt":
+            response.prompt.CopyFrom(message.prompt)
         case "finished":
             index = message.finished.index
             choice_of(response, index).finished.CopyFrom(message.finished)
         case _:
             raise ValueError("a message of the stream says nothing")
+
+
+def join_call(delta: inference_pb2.Delta, piece: inference_pb2.ToolCallDelta) -> None:
+    """Adds a piece of a call to what there is of it."""
+    if piece.index == len(delta.tool_calls):
+        delta.tool_calls.add(index=piece.index)
+    whole = delta.tool_calls[piece.index]
+    whole.id += piece.id
+    whole.name += piece.name
+    whole.arguments_json += piece.arguments_json
 
 
 def choice_of(response: inference_pb2.CompleteResponse, index: int) -> inference_pb2.Choice:
@@ -75,9 +94,13 @@ def choice_of(response: inference_pb2.CompleteResponse, index: int) -> inference
 
 
 def model_message(
-    card: ModelCard, limits: Limits, config: ServerConfig, draft_cap_default: int
+    card: ModelCard,
+    limits: Limits,
+    config: ServerConfig,
+    draft_cap_default: int,
+    chat_format: OutputFormat | None,
 ) -> model_pb2.Model:
-    """Describes the served model."""
+    """Describes the served model; `chat_format` None: chats are refused."""
     defaults = card.defaults
     configuration = struct_pb2.Struct()
     configuration.update(effective(config))
@@ -104,7 +127,10 @@ def model_message(
             max_logit_bias=limits.max_logit_bias,
             max_choices=min(MAX_CHOICES, config.max_waiting_requests),
             max_resume_window=duration(config.max_resume_seconds),
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            max_constraint_bytes=MAX_GRAMMAR_BYTES,
         ),
+        chat_format=chat_format or "",
         configuration=configuration,
         defaults=model_pb2.ModelDefaults(
             temperature=defaults.temperature,

@@ -8,10 +8,13 @@ import dataclasses
 import itertools
 import uuid
 from collections.abc import Container, Iterable, Sequence
+from typing import cast
 
 from google.protobuf import duration_pb2
 
-from service.engine.types import Limits, Priority, Request
+from service.chats import ChatPrompt
+from service.constraint import check_constraint, check_ends
+from service.engine.types import MAX_TOP_LOGPROBS, Limits, Priority, Request
 from service.errors import MAX_VIOLATIONS, Violation, invalid_argument
 from service.model_card import ModelCard
 from service.pb import inference_pb2
@@ -47,8 +50,13 @@ class AcceptedRequest:
     stop_strings: tuple[str, ...]
     stopping: inference_pb2.Stopping
     """The request's stopping as it is in force (`Receipt.stopping`)."""
+    constraint: inference_pb2.Constraint
+    """What the reply must look like, as a receipt tells it; empty: anything."""
+    chat: ChatPrompt | None
+    """What the prompt was made from; None: text or token ids."""
     include_text: bool
     include_token_ids: bool
+    include_token_bytes: bool
     include_drafted: bool
     include_receipt: bool
     include_queue: bool
@@ -101,7 +109,7 @@ def check_text(field: str, text: str, limit: int) -> list[Violation]:
 def accept(
     message: inference_pb2.GenerateRequest,
     request_id: str,
-    text_ids: Sequence[int] | None,
+    prompt: Sequence[int] | ChatPrompt | None,
     limits: Limits,
     card: ModelCard,
     deadline: float | None = None,
@@ -112,7 +120,8 @@ def accept(
     Args:
       message: what the client sent.
       request_id: from `request_id_of`.
-      text_ids: the tokens of `message.text`; None when there is none, or too much to tokenise.
+      prompt: the tokens of `message.text`, or the chat as it is rendered; None when there is neither,
+        or too much to tokenise.
       limits: what the executor can hold.
       card: end ids and defaults of the checkpoint.
       deadline: from `first_token_deadline`.
@@ -121,12 +130,20 @@ def accept(
     Raises:
       ServiceError: INVALID_ARGUMENT with every violation.
     """
-    prompt_ids = message.tokens.ids if message.HasField("tokens") else text_ids or ()
+    chat = prompt if isinstance(prompt, ChatPrompt) else None
+    text_ids = () if prompt is None or chat is not None else cast(Sequence[int], prompt)
+    prompt_ids: Sequence[int] = message.tokens.ids if message.HasField("tokens") else text_ids
+    if chat is not None:
+        prompt_ids = chat.rendered.token_ids
     violations = [
         *check_request_id(message.request_id),
         *check_prompt(message, prompt_ids, limits),
         *check_sampling(message.sampling, limits),
         *check_stopping(message.stopping, limits, card),
+        *check_reasoning(message, chat),
+        *check_constraint(message),
+        *check_constrained(message, chat, card),
+        *check_include(message.include),
         *check_choices(message),
         *check_queueing(message),
         *check_streaming(message, max_resume_s),
@@ -145,7 +162,13 @@ def accept(
         end_ids=() if stopping.ignore_eos else card.end_ids,
         stop_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
         min_tokens=min(stopping.min_tokens, limits.max_context),
-        logprobs=message.include.logprobs,
+        logprobs=include.logprobs,
+        top_logprobs=include.top_logprobs,
+        prompt_logprobs=include.prompt_logprobs,
+        reasoning_end=None if chat is None else chat.open_reasoning_end,
+        max_reasoning_tokens=min(stopping.max_reasoning_tokens, limits.max_context)
+        if stopping.HasField("max_reasoning_tokens")
+        else None,
         max_draft_tokens=min(max_draft_tokens, limits.draft_length)
         if message.speculation.HasField("max_draft_tokens")
         else None,
@@ -163,9 +186,14 @@ def accept(
             stop_strings=stop_strings,
             ignore_eos=stopping.ignore_eos,
             min_tokens=min(request.min_tokens, room),
+            include_stop_string=stopping.include_stop_string,
+            max_reasoning_tokens=request.max_reasoning_tokens,
         ),
+        constraint=message.constraint,
+        chat=chat,
         include_text=include.text if include.HasField("text") else True,
         include_token_ids=include.token_ids,
+        include_token_bytes=include.token_bytes,
         include_drafted=include.drafted,
         include_receipt=include.receipt,
         include_queue=include.queue,
@@ -201,9 +229,9 @@ def check_prompt(
     """Checks that there is a prompt, that it fits, and that its ids exist."""
     kind = message.WhichOneof("prompt")
     if kind is None:
-        yield Violation("prompt", "not set", "one of text, tokens")
+        yield Violation("prompt", "not set", "one of text, tokens, chat")
         return
-    field = "text" if kind == "text" else "tokens.ids"
+    field = "tokens.ids" if kind == "tokens" else kind
     too_large = check_text(field, message.text, max_prompt_bytes(limits))
     yield from too_large
     if not prompt_ids and not too_large:
@@ -216,6 +244,40 @@ def check_prompt(
         )
     elif kind == "tokens":
         yield from check_model_ids(field, prompt_ids, limits)
+
+
+def check_reasoning(
+    message: inference_pb2.GenerateRequest, chat: ChatPrompt | None
+) -> Iterable[Violation]:
+    """Checks that there is reasoning to limit."""
+    stopping = message.stopping
+    if stopping.HasField("max_reasoning_tokens") and (
+        chat is None or chat.open_reasoning_end is None
+    ):
+        limit = "unset: the prompt opens no reasoning that a token of the checkpoint ends"
+        yield Violation("stopping.max_reasoning_tokens", f"{stopping.max_reasoning_tokens}", limit)
+
+
+def check_constrained(
+    message: inference_pb2.GenerateRequest, chat: ChatPrompt | None, card: ModelCard
+) -> Iterable[Violation]:
+    """Checks what must not stand beside a constraint, or a call that the reply must make."""
+    fields = ["constraint"] if message.HasField("constraint") else []
+    fields += ["chat.tool_choice"] if chat is not None and chat.tool_choice.wanted else []
+    for field in fields[:1]:
+        yield from check_ends(message, field, card.end_ids)
+        if chat is not None and chat.rendered.reasoning_open and chat.open_reasoning_end is None:
+            limit = "unset: no token of the checkpoint ends the reasoning that the prompt opens"
+            yield Violation(field, "set", limit)
+    if len(fields) > 1:
+        yield Violation("constraint", "set", "unset where chat.tool_choice asks for a call")
+
+
+def check_include(include: inference_pb2.Include) -> Iterable[Violation]:
+    """Checks what the messages of the reply carry."""
+    if include.top_logprobs > MAX_TOP_LOGPROBS:
+        limit = f"in [0, {MAX_TOP_LOGPROBS}]"
+        yield Violation("include.top_logprobs", f"{include.top_logprobs}", limit)
 
 
 def check_choices(message: inference_pb2.GenerateRequest) -> Iterable[Violation]:

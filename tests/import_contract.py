@@ -28,6 +28,7 @@ _PB_USERS = frozenset(
     for name in (
         *("servicer", "server", "reflection", "translation", "validation"),
         *("reply", "reply_stream", "resume", "receipt", "sampling", "telemetry.load"),
+        *("chat_request", "chats", "chat_reply", "constraint"),
     )
 )
 _PURE_POLICY = frozenset(

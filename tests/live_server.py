@@ -16,10 +16,9 @@ from grpc_status import rpc_status
 
 from fakes import FakeExecutor, small_limits
 from service.config import ServerConfig
-from service.model_card import ModelCard
 from service.pb import inference_pb2, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
+from service.process import read
 from service.server import Server
-from service.text.tokenizer import Tokenizer
 
 LIMITS = small_limits(
     slots=2, vocab_size=400, max_context=256, pages=1 + 2 * 64, max_stop_ids=4, draft_length=2
@@ -63,11 +62,8 @@ async def live_server(
 ) -> AsyncIterator[LiveServer]:
     """Serves until the block ends, and then proves that nothing is left in the engine."""
     executor = executor or FakeExecutor(LIMITS, replies=replies)
-    server = Server(
-        ServerConfig(checkpoint=checkpoint, port=0, **config),
-        ModelCard.from_directory(checkpoint),
-        Tokenizer.from_directory(checkpoint),
-    )
+    settings = ServerConfig(checkpoint=checkpoint, port=0, **config)
+    server = Server(settings, *read(settings))
     target = f"127.0.0.1:{await server.listen()}"
     try:
         if warm:

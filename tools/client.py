@@ -184,6 +184,7 @@ class Printer:
                 prompt_ids,
                 receipt.sampling,
                 receipt.stopping,
+                receipt.constraint,
                 self._token_ids[index],
             )
             if own != receipt.digest:

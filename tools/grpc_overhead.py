@@ -25,8 +25,8 @@ from service.__main__ import load
 from service.config import DEMO_CHECKPOINT, ServerConfig
 from service.engine.engine import Engine
 from service.engine.types import Executor, Limits, Request, SamplingParams
-from service.model_card import ModelCard
 from service.pb import inference_pb2, inference_pb2_grpc
+from service.process import read
 from service.server import Server
 from service.startup import StartupLog
 from service.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ async def compare(executor: Executor, options) -> list[tuple[Times, Times]]:
         port=0, slots=options.streams, adaptive_drafts=False, compilation_cache=None
     )
     tokenizer = Tokenizer.from_directory(config.checkpoint)
-    server = Server(config, ModelCard.from_directory(config.checkpoint), tokenizer)
+    server = Server(config, *read(config))
     target = f"127.0.0.1:{await server.listen()}"
     await server.serve(executor)
     pairs = []

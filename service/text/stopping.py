@@ -46,8 +46,9 @@ class StopString:
 class StopMatcher:
     """Watches one reply: of several matches the one that ends first counts, then the longest."""
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        """Starts at the beginning of a reply."""
+    def __init__(self, stop_strings: Sequence[str], *, show_match: bool = False) -> None:
+        """Starts at the beginning of a reply; with `show_match` its text ends with the match."""
+        self._show_match = show_match
         self._stops = [StopString(string) for string in stop_strings]
         self._held = ""
 
@@ -60,7 +61,8 @@ class StopMatcher:
             if complete:
                 stop_string = max(complete, key=len)
                 read, self._held = self._held + text[: position + 1], ""
-                return Released(read[: len(read) - len(stop_string)], stop_string)
+                hidden = 0 if self._show_match else len(stop_string)
+                return Released(read[: len(read) - hidden], stop_string)
         read = self._held + text
         shown = len(read) - max(stop.matched for stop in self._stops)
         self._held = read[shown:]

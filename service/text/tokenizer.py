@@ -7,6 +7,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders
 
+TOKENIZER_FILE = "tokenizer.json"
+
 
 def byte_alphabet() -> dict[str, int]:
     """Returns the character that byte-level BPE writes for each byte, as character -> byte.
@@ -48,7 +50,7 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, checkpoint: Path) -> "Tokenizer":
         """Loads `tokenizer.json` of a checkpoint directory."""
-        path = checkpoint / "tokenizer.json"
+        path = checkpoint / TOKENIZER_FILE
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         return cls(tokenizers.Tokenizer.from_file(str(path)))

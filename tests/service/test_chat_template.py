@@ -400,9 +400,12 @@ class TestRefusals:
         error = refusal(checkpoint, Chat([ChatMessage("user", "a", reasoning="b")]))
         assert error.field == "messages[0]"
 
-    def test_the_demo_template_leaves_nothing_out(self):
-        template = ChatTemplate.from_directory(DEMO)
-        assert template is not None
+    def test_a_template_that_takes_little_leaves_nothing_out(self):
+        template = ChatTemplate(
+            "{% for message in messages %}"
+            "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        )
         checkpoint = Checkpoint(template, Tokenizer.from_directory(DEMO), "")
         hello = ChatMessage("user", "hi")
         prompt = checkpoint.encode(Chat([hello]))

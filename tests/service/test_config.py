@@ -43,6 +43,7 @@ def others(tmp_path, checkpoint) -> dict[str, Any]:
         "prefill_chunk": 5,
         "rounds_per_call": 6,
         "dtype": "bfloat16",
+        "chat_format": "plain",
         "compilation_cache": tmp_path / "cache",
         "draft_length": 0,
         "adaptive_drafts": False,

@@ -9,7 +9,6 @@ from fakes import FakeExecutor
 from live_server import LIMITS, live_server, message
 from service.pb import inference_pb2
 from service.receipt import ALGORITHM, receipt_digest
-from service.unserved import UNSERVED
 
 SAMPLING = inference_pb2.Sampling(
     temperature=0.5,
@@ -23,8 +22,14 @@ SAMPLING = inference_pb2.Sampling(
     logit_bias={300: -100, 2: 0.5},
 )
 STOPPING = inference_pb2.Stopping(
-    max_tokens=9, min_tokens=2, ignore_eos=True, stop_token_ids=[8, 5], stop_strings=["é", "ab"]
+    max_tokens=9,
+    min_tokens=2,
+    ignore_eos=True,
+    max_reasoning_tokens=7,
+    stop_token_ids=[8, 5],
+    stop_strings=["é", "ab"],
 )
+CONSTRAINT = inference_pb2.Constraint(choices=inference_pb2.TextChoices(texts=["no", "ja"]))
 FINGERPRINT = "0f" * 32
 PROMPT, REPLY = (1, 2, 3), (70000, 4)
 
@@ -35,6 +40,7 @@ def digest(**changes) -> str:
         "prompt_ids": PROMPT,
         "sampling": SAMPLING,
         "stopping": STOPPING,
+        "constraint": CONSTRAINT,
         "reply_ids": REPLY,
     }
     return receipt_digest(**(arguments | changes))
@@ -55,17 +61,24 @@ def changed(original, **fields):
     return message
 
 
+def without_reasoning_limit():
+    stopping = changed(STOPPING)
+    stopping.ClearField("max_reasoning_tokens")
+    return stopping
+
+
 def test_the_encoding_is_what_the_contract_says():
     encoded = (
-        b"tandem-receipt-1"
+        b"tandem-receipt-2"
         + b"\x0f" * 32
         + struct.pack(">4I", 3, 1, 2, 3)
         + struct.pack(">fI", 0.5, 20)
         + struct.pack(">fffffI", 0.75, 0.25, 1.5, -0.5, 1.25, 2**32 - 1)
         + struct.pack(">IIfIf", 2, 2, 0.5, 300, -100)
-        + struct.pack(">III", 9, 2, 1)
+        + struct.pack(">5I", 9, 2, 1, 1, 7)
         + struct.pack(">III", 2, 5, 8)
         + struct.pack(">II2sI2s", 2, 2, b"ab", 2, "é".encode())
+        + struct.pack(">III2sI2s", 4, 2, 2, b"no", 2, b"ja")
         + struct.pack(">III", 2, 70000, 4)
     )
     assert digest() == hashlib.sha256(encoded).hexdigest()
@@ -92,6 +105,13 @@ def test_the_encoding_is_what_the_contract_says():
         {"stopping": changed(STOPPING, ignore_eos=False)},
         {"stopping": changed(STOPPING, stop_token_ids=[8])},
         {"stopping": changed(STOPPING, stop_strings=["éab"])},
+        {"stopping": changed(STOPPING, max_reasoning_tokens=0)},
+        {"stopping": without_reasoning_limit()},
+        {"constraint": inference_pb2.Constraint()},
+        {"constraint": inference_pb2.Constraint(json_object=True)},
+        {"constraint": inference_pb2.Constraint(regex="no")},
+        {"constraint": inference_pb2.Constraint(grammar="no")},
+        {"constraint": inference_pb2.Constraint(json_schema="no")},
     ],
 )  # fmt: skip
 def test_any_change_gives_another_digest(changes):
@@ -106,11 +126,11 @@ def test_what_changes_nothing_in_the_reply_changes_nothing_in_the_digest():
 
 
 def test_every_parameter_that_determines_the_reply_is_covered():
-    """A new field of Sampling or Stopping must enter the digest (as tandem-receipt-2), or be refused."""
+    """A new field must enter the digest (as tandem-receipt-3), unless it leaves the tokens alone."""
     for name, original in (("sampling", SAMPLING), ("stopping", STOPPING)):
         covered = {field.name for field, _ in original.ListFields()}
         left_out = {field.name for field in original.DESCRIPTOR.fields} - covered
-        assert {f"{name}.{field}" for field in left_out} <= set(UNSERVED)
+        assert {f"{name}.{field}" for field in left_out} <= {"stopping.include_stop_string"}
 
 
 @pytest.fixture
@@ -133,6 +153,7 @@ async def receipt_of(live, **fields) -> inference_pb2.Receipt:
         prompt_ids,
         receipt.sampling,
         receipt.stopping,
+        receipt.constraint,
         choice.delta.token_ids,
     )
     assert all(receipt.sampling.HasField(f.name) for f in SAMPLING.DESCRIPTOR.fields[:-1])

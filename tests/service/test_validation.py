@@ -203,7 +203,12 @@ def test_the_stopping_in_force():
         stopping={"stopTokenIds": [5, 5], "stopStrings": ["a", "a"], "minTokens": 64}
     ).stopping
     assert stopping == inference_pb2.Stopping(
-        max_tokens=61, min_tokens=61, stop_token_ids=[5], stop_strings=["a"], ignore_eos=False
+        max_tokens=61,
+        min_tokens=61,
+        stop_token_ids=[5],
+        stop_strings=["a"],
+        ignore_eos=False,
+        include_stop_string=False,
     )
     assert accepted(stopping={"maxTokens": 9}).stopping.max_tokens == 9
 
@@ -240,7 +245,9 @@ def test_illegal_prompts(fields, text_ids, field, description):
 
 def test_a_prompt_must_be_set():
     request = inference_pb2.GenerateRequest()
-    assert violations(request=request) == {"prompt": "is not set, must be one of text, tokens"}
+    assert violations(request=request) == {
+        "prompt": "is not set, must be one of text, tokens, chat"
+    }
 
 
 def test_prompts_up_to_the_limit():

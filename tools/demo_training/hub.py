@@ -19,15 +19,7 @@ LONGEST_CONTEXT = 4096
 # whoever serves them has to mask them.
 UNNAMED_TOKENS = 6
 
-# Plain ChatML without a thinking block: the demo has nothing to think with.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -108,7 +100,7 @@ def export(
     for path in fresh.iterdir():
         path.chmod(0o644)  # safetensors writes for the owner only; the directory is to be shipped
     tokenizer.save(str(fresh / "tokenizer.json"))
-    (fresh / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    shutil.copyfile(CHAT_TEMPLATE, fresh / CHAT_TEMPLATE.name)
     end, end_of_turn = (tokenizer.token_to_id(token) for token in (END_OF_TEXT, END_OF_TURN))
     generation = {
         "bos_token_id": end,
