@@ -13,7 +13,7 @@ Names inside function bodies carry their dimensions as a suffix (`x_BTD`, `state
 strings use the same letters. Public signatures carry the aliases below; beartype checks them in tests.
 """
 
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 TokensBT = Int[Array, "B T"]
 PositionsBT = Int[Array, "B T"]
@@ -32,7 +32,7 @@ RotaryBTQ = Float[Array, "B T Q"]
 
 Queries = Float[Array, "B T N H"]
 KeysValues = Float[Array, "B T K H"]
-KVPages = Float[Array, "pages K S H"]
+KVPages = Num[Array, "pages K S H"]
 
 DeltaQK = Float[Array, "B T J P"]
 DeltaV = Float[Array, "B T W R"]

@@ -67,6 +67,11 @@ class GatedAttention(nnx.Module):
         """Attention of tokens whose keys and values are in the cache already."""
         q_BTNH, gate_BTNH = self.queries(x_BTD, where.rotary)
         attended_BTNH = paged_attention(
-            q_BTNH, cache.k_pages, cache.v_pages, where.page_table_BM, where.positions_BT
+            q_BTNH,
+            cache.k_pages,
+            cache.v_pages,
+            where.page_table_BM,
+            where.positions_BT,
+            cache.kv_dtype,
         )
         return self.output(attended_BTNH, gate_BTNH)

@@ -10,6 +10,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from model.array_types import (
     ConvWindow,
@@ -24,6 +25,7 @@ from model.array_types import (
     RotaryBTQ,
 )
 from model.config import FULL_ATTENTION, ModelConfig
+from model.kernels.paged_attention.storage import storage_dtype, to_storage
 from model.layers import rotary_embedding
 
 SINK_PAGE = 0
@@ -43,6 +45,8 @@ class AttentionCache:
 
     k_pages: KVPages
     v_pages: KVPages
+    kv_dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    """Of the values whose bits the pages hold, see `kernels/paged_attention/storage.py`."""
 
     def write(self, where: Placement, k_BTKH: jax.Array, v_BTKH: jax.Array) -> AttentionCache:
         """Stores one key and value per valid position; masked ones go to the sink page.
@@ -62,8 +66,9 @@ class AttentionCache:
         page_BT = jnp.where(where.valid_BT, page_BT, SINK_PAGE)
         at = (page_BT, slice(None), where.positions_BT % page_size)
         return AttentionCache(
-            k_pages=self.k_pages.at[at].set(k_BTKH.astype(self.k_pages.dtype)),
-            v_pages=self.v_pages.at[at].set(v_BTKH.astype(self.v_pages.dtype)),
+            k_pages=self.k_pages.at[at].set(to_storage(k_BTKH, self.kv_dtype)),
+            v_pages=self.v_pages.at[at].set(to_storage(v_BTKH, self.kv_dtype)),
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -119,7 +124,8 @@ def init_attention_cache(
 ) -> AttentionCache:
     """Zeroed pages, the sink page included."""
     shape = (pages, config.num_key_value_heads, page_size, config.head_dim)
-    return AttentionCache(k_pages=jnp.zeros(shape, dtype), v_pages=jnp.zeros(shape, dtype))
+    stored = storage_dtype(dtype)
+    return AttentionCache(jnp.zeros(shape, stored), jnp.zeros(shape, stored), jnp.dtype(dtype))
 
 
 def init_delta_net_cache(config: ModelConfig, slots: int, tokens: int) -> DeltaNetCache:

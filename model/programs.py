@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from model import decode, prefill, slots
+from model.kernels import forms
 from model.state import DecodeShape
 
 GPU_COMPILER_OPTIONS: dict[str, Any] = {
@@ -26,20 +27,31 @@ GPU_COMPILER_OPTIONS: dict[str, Any] = {
 }
 
 
-def build(treedef: Any, shape: DecodeShape, platform: str) -> dict[str, Callable[..., Any]]:
+def compiler_options(platform: str) -> dict[str, Any] | None:
+    """How XLA is told to compile for a platform, "cpu" or "gpu"."""
+    return GPU_COMPILER_OPTIONS if platform == "gpu" else None
+
+
+def build(
+    treedef: Any,
+    shape: DecodeShape,
+    platform: str,
+    switched_off: frozenset[str] = frozenset(),
+) -> dict[str, Callable[..., Any]]:
     """All programs by name, jitted and not yet compiled.
 
     Args:
       treedef: of the flattened `Transformer`.
       shape: what the decode state is made for.
       platform: "cpu" or "gpu", where the programs will run.
+      switched_off: kernels to do without, see `kernels.forms`.
 
     Returns:
       "decode" (leaves, state, inputs, draft_length), one program per draft length; "prefill" and
       "score" (leaves, state, *arguments of `prefill_chunk`); "insert", "release" and
       "set_draft_cap" (state, ...). Each donates the state.
     """
-    options = GPU_COMPILER_OPTIONS if platform == "gpu" else None
+    options = compiler_options(platform)
 
     def run_decode(leaves: Any, state: Any, inputs: Any, draft_length: int) -> Any:
         model = jax.tree.unflatten(treedef, leaves)
@@ -55,7 +67,11 @@ def build(treedef: Any, shape: DecodeShape, platform: str) -> dict[str, Callable
     def jit(function: Callable[..., Any], state: int, static: tuple[int, ...] = ()) -> Any:
         # jax keeps one cache per function: without an object of its own each executor of the process
         # would count, and keep alive, the programs of all.
-        own = functools.partial(function)
+        @functools.wraps(function)
+        def own(*arguments: Any) -> Any:
+            with forms.switched_off(switched_off):
+                return function(*arguments)
+
         return jax.jit(own, donate_argnums=state, static_argnums=static, compiler_options=options)
 
     return {

@@ -82,6 +82,7 @@ Count = Annotated[int, BeforeValidator(not_bool), Field(ge=1, le=MAX_INT)]
 CountOrZero = Annotated[int, BeforeValidator(not_bool), Field(ge=0, le=MAX_INT)]
 ContextLength = Annotated[int, BeforeValidator(not_bool), Field(ge=2, le=MAX_INT)]
 Seconds = Annotated[float, BeforeValidator(not_bool), Field(ge=0, le=MAX_SECONDS)]
+PositiveGibibytes = Annotated[float, BeforeValidator(not_bool), Field(ge=0.001, le=1 << 20)]
 PositiveSeconds = Annotated[Seconds, Field(ge=0.001)]
 AnyPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(home_expanded)]
 ExistingDirectory = Annotated[AnyPath, AfterValidator(existing_directory)]
@@ -90,6 +91,7 @@ ExistingFile = Annotated[AnyPath, AfterValidator(existing_file)]
 Endpoint = Annotated[str, AfterValidator(endpoint)]
 Dtype = Literal["float32", "bfloat16"]
 DTYPES = get_args(Dtype)
+KVDtype = Literal["auto", "float32", "bfloat16", "float8_e4m3fn"]
 
 
 class ServerConfig(BaseModel, frozen=True):
@@ -127,9 +129,13 @@ class ServerConfig(BaseModel, frozen=True):
     rounds_per_call: Count = 4
     """Rounds in one decode call."""
     dtype: Dtype = "float32"
-    """Type of parameters, keys and values."""
+    """Type of parameters."""
+    kv_dtype: KVDtype = "auto"
+    """Type of keys and values; auto: that of the parameters."""
     chat_format: Literal["auto", "qwen3", "plain"] = "auto"
     """How replies to chats are read: qwen3: reasoning and calls; auto: as the template says."""
+    memory_gib: OrNone[PositiveGibibytes] = None
+    """Memory to use on the device, in GiB; none: what is available, less a reserve for the host."""
     compilation_cache: OrNone[PossibleDirectory] = Path("~/.cache/tandem/xla")
     """Directory that keeps compiled programs for later starts; none: compile at every start."""
 

@@ -19,13 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from model import checkpoint as checkpoint_lib
+from model import memory_plan
 from model import programs as programs_lib
+from model import self_test as self_test_lib
 from model import slots as slots_lib
+from model.config import ModelConfig
 from model.costs import replay_bytes
 from model.logits import MAX_LOGIT_BIAS, LogitSettings
 from model.sampling import SamplingSettings
 from model.state import NO_LIMIT, CallInputs, DecodeShape, SlotSettings, init_inputs, init_state
 from model.transformer import Transformer
+from model.weight_layouts import layout_of
 from service.engine.types import (
     NOTHING_CONSTRAINED,
     DecodeHandle,
@@ -37,6 +41,7 @@ from service.engine.types import (
     TokenMasks,
     TopTokens,
 )
+from service.model_card import read_json
 from service.startup import StartupLog, megabytes
 
 MAX_STOP_IDS = 16
@@ -47,24 +52,36 @@ _log = logging.getLogger(__name__)
 class JaxExecutor:
     """Executor (see `types.Executor`) over one device."""
 
-    def __init__(self, model: Transformer, shape: DecodeShape, *, prefill_chunk: int):
+    def __init__(
+        self,
+        model: Transformer,
+        shape: DecodeShape,
+        *,
+        prefill_chunk: int,
+        kv_dtype: str | None = None,
+        planned_bytes: int = 0,
+    ):
         """Puts the parameters and an empty state on the device; compiles nothing yet.
 
         Args:
           model: parameters, in the dtype that they are used in.
           shape: what the decode program is compiled for.
           prefill_chunk: tokens per prefill call.
+          kv_dtype: of keys and values; unset: that of the parameters.
+          planned_bytes: what the memory plan says of all this.
         """
+        self.planned_bytes = planned_bytes
         self._shape = shape
         self._config = model.config
         self._buckets = _prefill_buckets(prefill_chunk)
         self._prefill_chunk = prefill_chunk
-        self._leaves, treedef = jax.tree.flatten(model)
-        self._dtype = model.embed_tokens.weight.dtype
+        self._leaves, self._treedef = jax.tree.flatten(model)
+        self._dtype = str(model.norm.weight.dtype)
+        self._kv_dtype = kv_dtype or self._dtype
         self._state: Any = self._empty_state()
         self._vocab_size = shape.addressable_tokens
 
-        self._programs = programs_lib.build(treedef, shape, jax.default_backend())
+        self._programs = programs_lib.build(self._treedef, shape, jax.default_backend())
         self._inputs = init_inputs(shape, model.config.vocab_size)
         self._page_table = np.zeros((shape.slots, self.limits.pages_per_slot), np.int32)
         self._top_logprobs = [0] * shape.slots  # what the request of each slot asked for
@@ -85,6 +102,35 @@ class JaxExecutor:
             max_stop_ids=shape.max_stop_ids,
             speculation_bytes_per_slot=replay_bytes(self._config, shape.draft_length),
         )
+
+    def self_test(self, *, strict: bool = False, log: StartupLog | None = None) -> None:
+        """Checks every kernel on this device; one that is wrong gives way to its plain form.
+
+        Args:
+          strict: refuse instead.
+          log: hears of the stage.
+
+        Raises:
+          model.self_test.SelfTestError: nothing can stand in for a wrong kernel.
+        """
+        outcomes = self_test_lib.run(
+            self._config,
+            dtype=self._dtype,
+            kv_dtype=self._kv_dtype,
+            page_size=self._shape.page_size,
+            strict=strict,
+        )
+        wrong = [outcome for outcome in outcomes if not outcome.passed]
+        for outcome in wrong:
+            _log.error("self-test: %s; its plain form is used, which is slower", outcome)
+        if wrong:
+            off = frozenset(outcome.kernel for outcome in wrong)
+            backend = jax.default_backend()
+            self._programs = programs_lib.build(self._treedef, self._shape, backend, off)
+        if log is not None:
+            log.stage(
+                f"self-test: {len(outcomes) - len(wrong)} of {len(outcomes)} kernels are right"
+            )
 
     def warm_up(self, *, single_program: bool = False, log: StartupLog | None = None) -> None:
         """Compiles and runs every program once, with all writes going to the sink page.
@@ -215,8 +261,12 @@ class JaxExecutor:
         """See `types.Executor.wait`."""
         jax.block_until_ready(self._state.pending_B)
 
+    def peak_bytes(self) -> int | None:
+        """The most device memory that was held so far; None where the device does not tell."""
+        return _device_memory("peak_bytes_in_use")
+
     def _empty_state(self) -> Any:
-        return init_state(self._config, self._shape, self._dtype)
+        return init_state(self._config, self._shape, self._kv_dtype)
 
     def _decode_nothing(self, draft_length: int) -> None:
         self.decode([()] * self._shape.slots, draft_length).fetch()
@@ -351,37 +401,39 @@ def load_executor(
     rounds_per_call: int,
     prefill_chunk: int,
     dtype: str,
+    kv_dtype: str | None = None,
     addressable_tokens: int | None = None,
+    usable_bytes: int | None = None,
     log: StartupLog | None = None,
 ) -> JaxExecutor:
-    """Loads a hub directory and builds an executor for it.
+    """Loads a checkpoint and builds an executor for it.
 
     Args:
-      checkpoint: directory with config.json, tokenizer.json and safetensors.
+      checkpoint: directory with config.json, tokenizer.json and safetensors, or its Orbax form.
       slots: requests that decode together.
       max_context: tokens a slot may hold; None takes the model's maximum.
       page_size: positions per page.
-      pages: pages of the KV caches for all slots together; None: all that the slots could fill.
+      pages: pages of the KV caches for all slots together; None: all that the slots could fill, or
+        as many of them as fit.
       draft_length: U; without an MTP head drafting is off whatever this says.
       rounds_per_call: O.
       prefill_chunk: tokens per prefill call.
-      dtype: "float32" or "bfloat16", of parameters, keys and values.
+      dtype: "float32" or "bfloat16", of parameters.
+      kv_dtype: of keys and values; None: that of the parameters.
       addressable_tokens: ids from here on name no token and are never chosen; None: all rows of the
         output head do.
+      usable_bytes: memory that may be used; None: what the device has, where it tells.
       log: hears of each stage.
 
     Raises:
+      model.memory_plan.DoesNotFitError: before anything is loaded, with the plan as a table.
       ValueError: too few pages for one request of full length.
       model.checkpoint.CheckpointError: listing all that is wrong with the tensors.
       model.config.ConfigError: naming the fields that cannot be served.
     """
     log = log or StartupLog()
-    loaded = checkpoint_lib.load(checkpoint, jnp.dtype(dtype))
-    stored = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    log.stage(f"checkpoint read, {megabytes(stored)} in {checkpoint}")
-    for notice in loaded.notices:
-        _log.warning("%s", notice)
-    config = loaded.model.config
+    hf_config = read_json(checkpoint / checkpoint_lib.CONFIG_FILE)
+    config = ModelConfig.from_hf(hf_config)
     context = min(max_context or config.max_position_embeddings, config.max_position_embeddings)
     pages_per_slot = -(-context // page_size)
     if pages is not None and pages < pages_per_slot:
@@ -391,7 +443,7 @@ def load_executor(
         )
     shape = DecodeShape(
         slots=slots,
-        draft_length=draft_length if loaded.model.mtp is not None else 0,
+        draft_length=draft_length if config.mtp_num_hidden_layers else 0,
         rounds=rounds_per_call,
         max_context=context,
         pages=1 + (pages or slots * pages_per_slot),
@@ -399,12 +451,49 @@ def load_executor(
         max_stop_ids=MAX_STOP_IDS,
         addressable_tokens=min(addressable_tokens or config.vocab_size, config.vocab_size),
     )
-    executor = JaxExecutor(loaded.model, shape, prefill_chunk=prefill_chunk)
+    wanted = shape.pages
+    shape, plan = memory_plan.fit(
+        config,
+        shape,
+        min(filter(None, (usable_bytes, _device_memory("bytes_limit"))), default=None),
+        all_pages=pages is not None,
+        layout=layout_of(hf_config, dtype),
+        kv_dtype=kv_dtype or dtype,
+        prefill_chunk=prefill_chunk,
+    )
+    log.stage(
+        f"memory planned: {plan.summary()}, {shape.pages - 1} pages of {page_size} tokens each"
+    )
+    if shape.pages < wanted:
+        _log.warning(
+            "memory: %d of the %d pages that the slots could fill", shape.pages - 1, wanted - 1
+        )
+    loaded = checkpoint_lib.load(checkpoint, jnp.dtype(dtype), log.progress)
+    read = loaded.stored_bytes
+    log.stage(f"checkpoint read, {megabytes(read)} in {checkpoint}", read)
+    for notice in loaded.notices:
+        _log.warning("%s", notice)
+    if loaded.model.mtp is None:
+        shape = dataclasses.replace(shape, draft_length=0)
+    elif not shape.draft_length:
+        loaded.model.mtp = None  # nothing reads it: its memory is free again
+    executor = JaxExecutor(
+        loaded.model,
+        shape,
+        prefill_chunk=prefill_chunk,
+        kv_dtype=kv_dtype,
+        planned_bytes=plan.total,
+    )
     leaves = jax.block_until_ready(jax.tree.leaves(loaded.model))
     executor.wait()
     held = megabytes(sum(leaf.nbytes for leaf in leaves))
     log.stage(f"parameters and an empty state are on the device, {held} in {dtype}")
     return executor
+
+
+def _device_memory(figure: str) -> int | None:
+    """One of the device's own figures; None where it has none, as on the CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get(figure)
 
 
 def use_compilation_cache(directory: pathlib.Path) -> None:

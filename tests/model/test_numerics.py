@@ -72,8 +72,9 @@ class TestFloat32Recurrence:
         after = jax.eval_shape(run, bfloat16_model, state, inputs)[0]
         assert jax.tree.map(lambda a: a.dtype, after) == jax.tree.map(lambda a: a.dtype, state)
         for cache in after.caches:
-            wanted = jnp.float32 if isinstance(cache, DeltaNetCache) else jnp.bfloat16
+            wanted = jnp.float32 if isinstance(cache, DeltaNetCache) else jnp.uint16
             assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(wanted)}
+            assert isinstance(cache, DeltaNetCache) or cache.kv_dtype == jnp.bfloat16
 
     def test_error_does_not_grow_with_length(self, bfloat16_model):
         """2,000 tokens in rounds of two against float64, with hardly any decay to forget by."""

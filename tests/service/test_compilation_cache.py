@@ -90,6 +90,12 @@ def test_a_second_start_compiles_nothing_and_answers_the_same_bits(weights, tmp_
     assert len(programs(cold_log)) == len(programs(warm_log)) == 9
     assert set(programs(cold_log)) == {"compiled"}
     assert set(programs(warm_log)) == {"from the compilation cache"}
+    for told in (
+        r"memory planned: ",
+        r"self-test: (\d+) of \1 kernels",
+        r"GiB planned; after warm-up",
+    ):
+        assert sum(bool(re.search(told, line)) for line in cold_log) == 1, told
     for entry in (tmp_path / "xla").iterdir():  # as a server leaves it that died while it wrote
         entry.write_bytes(entry.read_bytes()[:100])
     with server(weights, cache) as (channel, broken_log):

@@ -43,6 +43,8 @@ def others(tmp_path, checkpoint) -> dict[str, Any]:
         "prefill_chunk": 5,
         "rounds_per_call": 6,
         "dtype": "bfloat16",
+        "kv_dtype": "float8_e4m3fn",
+        "memory_gib": 1.5,
         "chat_format": "plain",
         "compilation_cache": tmp_path / "cache",
         "draft_length": 0,

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import jax
 
-from model.array_types import DeltaV, RecurrentState
+from model.array_types import DeltaGate, DeltaQK, DeltaV, RecurrentState
+from model.kernels import forms
 from model.kernels.gated_delta_rule import pallas_gpu, reference
-from model.kernels.gated_delta_rule.chunked import chunked
+from model.kernels.gated_delta_rule.chunked import chunked as chunked_form
 from model.kernels.gated_delta_rule.reference import sequential
 
 __all__ = ["chunked", "replay", "sequential"]
+
+
+def chunked(
+    q_BTJP: DeltaQK,
+    k_BTJP: DeltaQK,
+    v_BTWR: DeltaV,
+    gate_BTW: DeltaGate,
+    beta_BTW: DeltaGate,
+    state_BWPR: RecurrentState,
+) -> tuple[DeltaV, RecurrentState]:
+    """See `chunked.chunked`; `sequential` when it is switched off."""
+    form = chunked_form if forms.is_on("gated_delta_rule.chunked") else sequential
+    return form(q_BTJP, k_BTJP, v_BTWR, gate_BTW, beta_BTW, state_BWPR)
 
 
 def replay(
@@ -23,6 +37,8 @@ def replay(
     past_tokens: jax.Array,
 ) -> tuple[DeltaV, RecurrentState]:
     """`reference.replay`, by the GPU kernel when the program is compiled for a CUDA device."""
+    if not forms.is_on("gated_delta_rule.replay"):
+        return reference.replay(past, new, state_BWPR, past_tokens)
     return jax.lax.platform_dependent(
         past,
         new,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from model.array_types import KVPages, PageTable, PositionsBT, Queries
+from model.kernels.paged_attention.storage import from_storage
 
 # Below every real score, and finite, so that a fully masked page gives exp(0) * 0 and not NaN.
 _MASKED = -1e30
@@ -17,6 +19,7 @@ def paged_attention(
     v_pages: KVPages,
     page_table_BM: PageTable,
     positions_BT: PositionsBT,
+    kv_dtype: DTypeLike = jnp.float32,
 ) -> Queries:
     """`causal_attention` of each query over the positions 0 .. its own, read from its slot's pages.
 
@@ -26,10 +29,11 @@ def paged_attention(
 
     Args:
       q_BTNH: rotated queries.
-      k_pages: rotated keys; page 0 is a sink that no valid position maps to.
+      k_pages: rotated keys, as `storage` keeps them; page 0 is a sink that no valid position maps to.
       v_pages: values.
       page_table_BM: page id of each S positions of a slot.
       positions_BT: absolute positions of the queries; give masked queries a small one.
+      kv_dtype: of the stored keys and values.
 
     Returns:
       Float array like q_BTNH.
@@ -44,7 +48,9 @@ def paged_attention(
     def visit(page: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top_BKY, weight_BKY, out_BKYH = sums
         page_B = page_table_BM[:, page]
-        k_BKSH, v_BKSH = k_pages[page_B], v_pages[page_B]
+        k_BKSH, v_BKSH = (
+            from_storage(pages[page_B], kv_dtype, q_BTNH.dtype) for pages in (k_pages, v_pages)
+        )
         scores_BKYS = jnp.einsum(
             "BKYH,BKSH->BKYS", q_BKYH, k_BKSH, preferred_element_type=jnp.float32
         )
