@@ -2,27 +2,19 @@
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import json_format
 
-from fakes import FakeExecutor, small_limits
+from demo_chat import DEMO, END, END_THINK, LIMITS, TOKENIZER, ask, assistant, chat, user, written
+from fakes import FakeExecutor
 from live_server import failure_of, live_server, rest_of
 from service.chat_request import ROLES
 from service.pb import chat_pb2, inference_pb2, model_pb2, tokenizer_pb2
-from service.text.tokenizer import Tokenizer
 from service.translation import fold
 
-DEMO = Path(__file__).parents[2] / "model" / "demo"
-LIMITS = small_limits(
-    slots=2, vocab_size=4090, max_context=1024, page_size=16, pages=1 + 2 * 64, max_stop_ids=6
-)
-TOKENIZER = Tokenizer.from_directory(DEMO)
-END = TOKENIZER.added_tokens["<|im_end|>"]
-END_THINK = TOKENIZER.added_tokens["</think>"]
 READ = {
     "name": "read_file",
     "description": "Reads a file.",
@@ -35,28 +27,6 @@ CALL = (
     "<parameter=lines>\n12\n</parameter>\n</function>\n</tool_call>"
 )
 ARGUMENTS = {"path": "src/é.py", "lines": 12}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "ROLE_USER", "text": text}
-
-
-def assistant(text: str = "", **fields: Any) -> dict[str, Any]:
-    return {"role": "ROLE_ASSISTANT", "text": text, **fields}
-
-
-def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"messages": [*messages] or [user("hi")], **fields}
-
-
-def ask(chat_: dict[str, Any], request_id: str = "r", **fields: Any):
-    fields = {"chat": chat_, "requestId": request_id, **fields}
-    return json_format.ParseDict(fields, inference_pb2.GenerateRequest())
-
-
-def written(text: str) -> list[int]:
-    """The tokens of a reply that the model ends itself."""
-    return [*TOKENIZER.encode(text), END]
 
 
 def serve(replies: dict[str, str], **options: Any):
@@ -340,7 +310,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
     (
         {"messages": [user("x"), {"role": "ROLE_SYSTEM", "text": "y"}]},
         {
-            "chat.messages": "is refused by the chat template, must be one that it takes: Instructions"
+            "chat.messages": "is refused by the chat template, must be one that it takes: The "
         },
     ),
     (
