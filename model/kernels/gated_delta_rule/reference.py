@@ -22,17 +22,21 @@ def step(
 
     A zero gate, k, v and beta leave S as it is. Value head w uses key head w // (W // J).
 
+    S is read once, for `k` and `q` together, before it is changed: o follows from the two readings.
+    One product is also what XLA:CPU does well; sums over products it wrote out, 45 times slower.
+
     Returns:
       (state_BWPR, out_BWR), float32.
     """
     repeats = v_BWR.shape[1] // k_BJP.shape[1]
-    q_BWP1 = jnp.repeat(q_BJP, repeats, axis=1)[..., None]
-    k_BWP1 = jnp.repeat(k_BJP, repeats, axis=1)[..., None]
-    state_BWPR = state_BWPR * jnp.exp(gate_BW)[..., None, None]
-    held_BWR = jnp.sum(state_BWPR * k_BWP1, axis=2)
-    delta_BWR = (v_BWR - held_BWR) * beta_BW[..., None]
-    state_BWPR = state_BWPR + k_BWP1 * delta_BWR[:, :, None, :]
-    return state_BWPR, jnp.sum(state_BWPR * q_BWP1, axis=2)
+    q_BWP, k_BWP = (jnp.repeat(x_BJP, repeats, axis=1) for x_BJP in (q_BJP, k_BJP))
+    decay_BW1 = jnp.exp(gate_BW)[..., None]
+    both_BW2P = jnp.stack([k_BWP, q_BWP], axis=2)
+    held_BW2R = decay_BW1[..., None] * jnp.einsum("bwcp,bwpr->bwcr", both_BW2P, state_BWPR)
+    delta_BWR = (v_BWR - held_BW2R[:, :, 0]) * beta_BW[..., None]
+    out_BWR = held_BW2R[:, :, 1] + jnp.sum(k_BWP * q_BWP, axis=2, keepdims=True) * delta_BWR
+    state_BWPR = decay_BW1[..., None] * state_BWPR + k_BWP[..., None] * delta_BWR[:, :, None, :]
+    return state_BWPR, out_BWR
 
 
 def sequential(
