@@ -12,10 +12,13 @@ BIN := $(VENV)/bin
 comma := ,
 DEV_STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo serve test check format format-check lint types protos goldens prove bench-decode load-test grpc-overhead train clean
+.PHONY: demo chat serve test check format format-check lint types protos goldens prove prove-schemas bench-decode load-test grpc-overhead train clean
 
 demo: $(VENV)/installed ## start a server on the embedded checkpoint, ask it, print tokens and figures
 	$(BIN)/python tools/client.py --serve --max-tokens 128 --seed 6 $(ARGS) "$$(printf '$(PROMPT)')"
+
+chat: $(VENV)/installed ## talk with the embedded checkpoint in the terminal
+	$(BIN)/python tools/chat.py $(ARGS)
 
 serve: $(VENV)/installed ## serve the embedded checkpoint until interrupted
 	$(BIN)/python -m service $(ARGS)
@@ -47,6 +50,9 @@ goldens: $(VENV)/installed-dev-parity ## record the reference values again, with
 
 prove: $(VENV)/installed ## replies are bitwise the same whatever the drafts, company and load
 	$(BIN)/python tools/prove.py $(ARGS)
+
+prove-schemas: $(VENV)/installed-bench ## 200 replies held to JSON schemas: valid, and the same with drafts
+	$(BIN)/python tools/prove_schemas.py $(ARGS)
 
 bench-decode: $(VENV)/installed ## rounds per second, tokens per second, acceptance by draft length
 	$(BIN)/python tools/bench_decode.py $(ARGS)

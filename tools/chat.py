@@ -178,7 +178,7 @@ class Terminal:
                     view.end(reply)
                     seconds = time.monotonic() - started_at
                     line = figures(message.finished, seconds, first_at and first_at - started_at)
-                    self._console.print(line, style="dim", highlight=False)
+                    self._console.print(line, style="dim", highlight=False, soft_wrap=True)
         except KeyboardInterrupt:
             del reply.tool_calls[:]
             view.end(reply)

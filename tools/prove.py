@@ -11,22 +11,50 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import json
 import pathlib
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import grpc
 from google.protobuf import json_format
 from local_server import local_server
 from sample_prompts import held_out_functions
 
-from service.pb import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from service.pb import chat_pb2, inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from service.translation import fold
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-SETTINGS: dict[str, dict[str, dict[str, object]]] = {
+TOOL = {
+    "name": "run_tests",
+    "description": "Runs the tests of a module.",
+    "parameters_json": json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "module": {"enum": ["parser", "printer", "server"]},
+                "times": {"type": "integer", "minimum": 1, "maximum": 9},
+                "verbose": {"type": "boolean"},
+            },
+            "required": ["module", "times"],
+        }
+    ),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "lines": {"type": "integer", "minimum": 0, "maximum": 999},
+        "pure": {"type": "boolean"},
+    },
+    "required": ["name", "lines", "pure"],
+    "additionalProperties": False,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": {"temperature": 0, "seed": 0}},
     "temperature 0.8": {"sampling": {"temperature": 0.8, "seed": 1}},
     "top_k, top_p": {"sampling": {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "seed": 2}},
@@ -44,7 +72,21 @@ SETTINGS: dict[str, dict[str, dict[str, object]]] = {
         "sampling": {"temperature": 0.7, "seed": 5},
         "stopping": {"min_tokens": 8, "stop_strings": ["\n\n", "return"]},
     },
+    "JSON schema": {
+        "sampling": {"temperature": 1.0, "seed": 6},
+        "constraint": {"json_schema": json.dumps(SCHEMA)},
+    },
+    "chat that thinks": {
+        "sampling": {"temperature": 0.8, "seed": 7},
+        "stopping": {"max_reasoning_tokens": 12},
+        "chat": {"enable_thinking": True},
+    },
+    "chat, one call": {
+        "sampling": {"temperature": 1.0, "seed": 8},
+        "chat": {"tools": [TOOL], "tool_choice": {"mode": "MODE_REQUIRED"}},
+    },
 }
+"""By name, the fields of requests; the text of a chat is the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +96,8 @@ class Reply:
     token_ids: tuple[int, ...]
     logprobs: bytes
     """The bits of the float32 values."""
+    said: tuple[str, ...]
+    """Reasoning, text, and name and arguments of each call."""
     reason: int
     digest: str
 
@@ -68,23 +112,26 @@ class Case:
     def ask(self, stub: inference_pb2_grpc.InferenceServiceStub, options, cap: int | None) -> Reply:
         """Streams the reply."""
         include = {"token_ids": True, "logprobs": True, "receipt": True}
-        message = {"text": self.prompt, "include": include, **SETTINGS[self.setting]}
-        request = json_format.ParseDict(message, inference_pb2.GenerateRequest())
+        request = json_format.ParseDict(SETTINGS[self.setting], inference_pb2.GenerateRequest())
+        json_format.ParseDict({"include": include}, request)
+        if request.HasField("chat"):
+            request.chat.messages.add(role=chat_pb2.ROLE_USER, text=self.prompt)
+        else:
+            request.text = self.prompt
         request.stopping.max_tokens = options.tokens
         if cap is not None:
             request.speculation.max_draft_tokens = cap
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        finished = inference_pb2.Finished()
+        whole = inference_pb2.CompleteResponse()
         for message in stub.Generate(request, timeout=600):
-            token_ids += message.delta.token_ids
-            logprobs += message.delta.logprobs
-            if message.HasField("finished"):
-                finished = message.finished
+            fold(whole, message)
+        delta, finished = whole.choices[0].delta, whole.choices[0].finished
+        token_ids, logprobs = delta.token_ids, delta.logprobs
         if len(token_ids) != len(logprobs):
             raise RuntimeError(f"{len(token_ids)} tokens but {len(logprobs)} log-probabilities")
         bits = struct.pack(f"{len(logprobs)}f", *logprobs)
-        return Reply(tuple(token_ids), bits, finished.reason, finished.receipt.digest)
+        calls = (f"{call.id} {call.name} {call.arguments_json}" for call in delta.tool_calls)
+        said = (delta.reasoning, delta.text, *calls)
+        return Reply(tuple(token_ids), bits, said, finished.reason, finished.receipt.digest)
 
 
 Replies = dict[Case, Reply]
