@@ -44,7 +44,9 @@ def read_chat(message: chat_pb2.Chat) -> tuple[Chat, ToolChoice]:
     """
     reader = _Reader()
     chat = reader.chat(message)
-    choice = reader.tool_choice(message.tool_choice, chat.tools)
+    choice = ToolChoice(read_calls=True)
+    if message.HasField("tool_choice"):
+        choice = reader.tool_choice(message.tool_choice, chat.tools)
     if reader.violations:
         raise invalid_argument(reader.violations)
     return chat, choice
@@ -86,6 +88,8 @@ class _Reader:
                 self._refuse("chat.tool_choice.tool", told(message.tool), f"one of {names}")
                 return ToolChoice(True)
             return ToolChoice(True, (named[message.tool],), single=True)
+        if kind is None:
+            self._refuse("chat.tool_choice", "empty", "one of mode, tool")
         mode = message.mode if kind == "mode" else chat_pb2.ToolChoice.MODE_AUTO
         if mode == chat_pb2.ToolChoice.MODE_REQUIRED:
             if not named:

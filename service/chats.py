@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 
 import grpc
 
@@ -14,7 +15,7 @@ from service.text.chat_prompt import ChatEncoder, RenderedChat
 from service.text.chat_template import ChatTemplate, ChatTemplateError
 from service.text.tags import END_THINK
 from service.text.tokenizer import Tokenizer
-from service.text.tool_grammar import tool_grammar
+from service.text.tool_grammar import ToolGrammarError, tool_grammar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,13 +85,21 @@ class Chats:
             rendered = encoder.encode(chat, max_characters=max_characters)
         except ChatTemplateError as error:
             raise refused_chat(error) from None
-        grammar = None
-        if tool_choice.wanted:
-            wanted, single = tool_choice.wanted, tool_choice.single
-            grammar = tool_grammar(wanted, self._added_tokens, single=single)
-        return ChatPrompt(
-            rendered, tuple(chat.tools), tool_choice, output_format, self._reasoning_end, grammar
-        )
+        tools = tuple(chat.tools)
+        grammar = self._grammar_of_calls(tools, tool_choice)
+        return ChatPrompt(rendered, tools, tool_choice, output_format, self._reasoning_end, grammar)
+
+    def _grammar_of_calls(self, tools: Sequence[Tool], choice: ToolChoice) -> str | None:
+        if not choice.wanted:
+            return None
+        try:
+            return tool_grammar(choice.wanted, self._added_tokens, single=choice.single)
+        except ToolGrammarError as error:
+            index = [tool.name for tool in tools].index(error.tool)
+            actual = f"a schema that {error.reason}"
+            limit = "one that calls can be held to, or chat.tool_choice NONE or AUTO"
+            field = f"chat.tools[{index}].parameters_json"
+            raise invalid_argument([Violation(field, actual, limit)]) from None
 
 
 def refused_chat(error: ChatTemplateError) -> ServiceError:

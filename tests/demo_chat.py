@@ -11,7 +11,7 @@ from service.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[1] / "model" / "demo"
 LIMITS = small_limits(
-    slots=2, vocab_size=4090, max_context=1024, page_size=16, pages=1 + 2 * 64, max_stop_ids=6
+    slots=2, vocab_size=4090, max_context=2048, page_size=16, pages=1 + 2 * 128, max_stop_ids=6
 )
 TOKENIZER = Tokenizer.from_directory(DEMO)
 END = TOKENIZER.added_tokens["<|im_end|>"]

@@ -68,7 +68,7 @@ class _Types:
         reference = fields.get("$ref")
         if not types and isinstance(reference, str) and reference not in self._followed:
             self._followed.add(reference)
-            types = self.of(_resolve(reference, self._root), depth - 1)
+            types = self.of(resolve(reference, self._root), depth - 1)
         return types | {"null"} if types and fields.get("nullable") is True else types
 
 
@@ -96,8 +96,8 @@ def _type_of(value: object) -> str:
             return "string"
 
 
-def _resolve(reference: str, root: Mapping[str, object]) -> object:
-    """Follows "#/$defs/Name"; None if it leads nowhere."""
+def resolve(reference: str, root: Mapping[str, object]) -> object:
+    """Follows "#/$defs/Name" inside `root`; None if it leads nowhere."""
     start, *names = reference.split("/")
     value: object = root if start == "#" else None
     found: Mapping[str, object] = root if start == "#" else {}

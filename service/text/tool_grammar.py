@@ -1,38 +1,52 @@
 """A grammar of the calls that a reply must make, in the qwen3 format (`tool_calls.py` reads it)."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from service.text.chat import Tool
-from service.text.tags import (
-    END_FUNCTION,
-    END_PARAMETER,
-    END_TOOL_CALL,
-    FUNCTION,
-    PARAMETER,
-    TOOL_CALL,
-)
+from service.text.parameter_grammar import MAX_TOLD_CHARACTERS, SchemaError, literal, value_grammar
+from service.text.tags import END_FUNCTION, END_TOOL_CALL, FUNCTION, PARAMETER, TOOL_CALL
 
 MAX_BLANK_LINES = 2
 """Before the first call: chat templates set it off so."""
+MAX_CALLS = 16
+"""Of one reply: a weak model would otherwise go on calling until its budget is used up."""
+CONDITIONS = (
+    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const"),
+    *("minProperties", "maxProperties", "propertyNames", "patternProperties"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""What the arguments of a call as a whole are not held to."""
+END_OF_LINE = literal("\n")
+
+
+class ToolGrammarError(Exception):
+    """Calls of a tool cannot be held to its schema."""
+
+    def __init__(self, tool: str, reason: str) -> None:
+        """Takes the tool's name, and a sentence without it that is fit for clients."""
+        super().__init__(reason)
+        self.tool = tool
+        self.reason = reason
 
 
 def tool_grammar(tools: Sequence[Tool], added_tokens: Collection[str], *, single: bool) -> str:
     """Returns a Lark grammar of replies that call some of the tools, and hold nothing else.
 
     The parameters of a call come in the order in which the schema declares them, each at most once,
-    and all that it requires. A parameter that may be a string is free text, one with an `enum` one of
-    its values, all others are JSON as their schema says.
+    and all that it requires. What one may be, `parameter_grammar.py` says.
 
     Args:
       tools: to choose from.
       added_tokens: of the tokenizer: tags among them are tokens of their own.
-      single: one call, and not several.
+      single: one call, and not up to `MAX_CALLS`.
+
+    Raises:
+      ToolGrammarError: a schema has what such a grammar cannot express.
     """
     rules = _Rules(added_tokens)
     calls = [rules.call(index, tool) for index, tool in enumerate(tools)]
-    more = "" if single else ' ("\\n" call)*'
+    more = "" if single else f' ("\\n" call){{0,{MAX_CALLS - 1}}}'
     lines = [
         f"start: /\\n{{0,{MAX_BLANK_LINES}}}/ call{more}",
         f"call: {' | '.join(calls)}",
@@ -52,54 +66,38 @@ class _Rules:
         """Adds the rules of one tool; returns the name of the first."""
         name = f"call_{index}"
         schema = tool.parameters or {}
-        properties = _mapping(schema.get("properties"))
-        required = schema.get("required")
-        wanted: Sequence[object] = (
-            cast(Sequence[object], required) if isinstance(required, list) else ()
-        )
-        parts = [
-            self._tag(TOOL_CALL),
-            _literal(f"\n{FUNCTION}{tool.name}>\n"),
-        ]
+        required = [key for key in _listed(schema.get("required")) if isinstance(key, str)]
+        properties = {**_mapping(schema.get("properties"))}
+        properties.update({key: {} for key in required if key not in properties})
+        if unmet := [word for word in CONDITIONS if word in schema]:
+            raise ToolGrammarError(tool.name, f"has {unmet[0]} beside its properties")
+        parts = [self._tag(TOOL_CALL), literal(f"\n{FUNCTION}{tool.name}>\n")]
         for number, (key, value) in enumerate(properties.items()):
             rule = f"{name}_{number}"
-            self.lines.append(f"{rule}: {self._parameter(rule, key, value, schema)}")
-            parts.append(rule if key in wanted else f"{rule}?")
-        parts += [_literal(f"{END_FUNCTION}\n"), self._tag(END_TOOL_CALL)]
+            told = f"declares {key[:MAX_TOLD_CHARACTERS]!a}"
+            if not key or key != key.strip() or any(character in "<>\n" for character in key):
+                raise ToolGrammarError(tool.name, f"{told}, which calls cannot name")
+            try:
+                written, lines = value_grammar(rule, value, schema)
+            except SchemaError as error:
+                raise ToolGrammarError(tool.name, f"{told}, which {error}") from None
+            opening = f"{PARAMETER}{key}>\n"
+            self.lines += [
+                f"{rule}: {literal(opening)} {written} {END_OF_LINE}",
+                *lines,
+            ]
+            parts.append(rule if key in required else f"{rule}?")
+        parts += [literal(f"{END_FUNCTION}\n"), self._tag(END_TOOL_CALL)]
         self.lines.append(f"{name}: {' '.join(parts)}")
         return name
 
-    def _parameter(self, rule: str, key: str, value: object, schema: Mapping[str, object]) -> str:
-        start, end = _literal(f"{PARAMETER}{key}>\n"), f"\n{END_PARAMETER}\n"
-        own = _mapping(value)
-        choices = own.get("enum")
-        if isinstance(choices, list) and choices:
-            written = cast(Sequence[object], choices)
-            texts = [v if isinstance(v, str) else json.dumps(v) for v in written]
-            return f"{start} ({' | '.join(map(_literal, texts))}) {_literal(end)}"
-        if _may_be_text(own):
-            self.lines.append(f"{rule}_text[suffix={_literal(end)}]: /(?s:.*)/")
-            return f"{start} {rule}_text"
-        definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-        whole = {**definitions, **own, "x-guidance": {"whitespace_flexible": False}}
-        return f"{start} %json {json.dumps(whole)} {_literal(end)}"
-
     def _tag(self, tag: str) -> str:
-        return tag if tag in self._added_tokens else _literal(tag)
-
-
-def _may_be_text(schema: Mapping[str, object]) -> bool:
-    """Whether a parameter is written as plain text: as `argument_values.py` reads it."""
-    kind = schema.get("type")
-    if kind is None:
-        return not any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref", "const"))
-    return kind == "string" or (isinstance(kind, list) and "string" in kind)
+        return tag if tag in self._added_tokens else literal(tag)
 
 
 def _mapping(value: object) -> Mapping[str, object]:
     return cast(Mapping[str, object], value) if isinstance(value, dict) else {}
 
 
-def _literal(text: str) -> str:
-    """A string of the Lark language: that of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+def _listed(value: object) -> Sequence[object]:
+    return cast(list[object], value) if isinstance(value, list) else ()

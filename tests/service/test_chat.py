@@ -13,6 +13,7 @@ from fakes import FakeExecutor
 from live_server import failure_of, live_server, rest_of
 from service.chat_request import ROLES
 from service.pb import chat_pb2, inference_pb2, model_pb2, tokenizer_pb2
+from service.text.tool_grammar import MAX_CALLS
 from service.translation import fold
 
 READ = {
@@ -45,7 +46,7 @@ async def streamed(live, request) -> tuple[inference_pb2.CompleteResponse, list]
 
 @pytest.mark.parametrize("accepts", [(0,), (2,), (1, 2, 0)])
 async def test_a_reply_is_reasoning_then_text_then_calls(accepts):
-    """Cases 33 and 37: however the tokens come, the same pieces in the same order."""
+    """Case 8: however the tokens come, the same pieces in the same order."""
     text = f"Look <at> it.\n</think>\n\nI will read 漢字 it.\n\n{CALL}\n{CALL}"
     async with serve({"r": text}, accepts=accepts) as live:
         request = ask(
@@ -160,7 +161,7 @@ async def test_an_assistants_message_is_continued():
 
 
 async def test_stop_strings_hold_in_chats():
-    """Cases 36 and 76: across tokens and messages nothing of a match leaks."""
+    """Case 19: across tokens and messages nothing of a match leaks."""
     for text, stop, include in itertools.product(
         ("think it over\n</think>\n\nthen STOP here",), ("STOP", "over", "n STO"), (False, True)
     ):
@@ -178,7 +179,7 @@ async def test_stop_strings_hold_in_chats():
 
 
 async def test_reasoning_has_a_budget():
-    """Case 38; that the budget is kept, test_decode.py shows."""
+    """That the budget is kept, test_decode.py shows."""
     async with serve({"r": "hm</think>yes"}) as live:
         thinking = chat(enableThinking=True)
         limit = {"maxReasoningTokens": 5}
@@ -330,7 +331,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 @pytest.mark.parametrize(("fields", "violations"), REFUSED)
 async def test_what_is_wrong_is_told_by_field_and_all_at_once(fields, violations):
-    """Cases 19 and 20."""
+    """Case 38: an order of roles that the template refuses is told with its reason."""
     async with serve({}) as live:
         request = ask(chat(**fields) if "messages" not in fields else fields)
         tokenize = tokenizer_pb2.TokenizeRequest(chat=request.chat)
@@ -345,11 +346,11 @@ async def test_what_is_wrong_is_told_by_field_and_all_at_once(fields, violations
 
 async def test_too_many_characters():
     async with serve({}) as live:
-        failure = await failure_of(live.inference.Generate(ask(chat(user("x" * 40_000)))))
+        failure = await failure_of(live.inference.Generate(ask(chat(user("x" * 80_000)))))
         assert failure.code is grpc.StatusCode.INVALID_ARGUMENT
-        failure = await failure_of(live.inference.Generate(ask(chat(user("x y " * 3_000)))))
+        failure = await failure_of(live.inference.Generate(ask(chat(user("x y " * 6_000)))))
         assert failure.text.startswith("chat is ")
-        assert "at most 1023 tokens (context less one)" in failure.text
+        assert "at most 2047 tokens (context less one)" in failure.text
 
 
 PICK = {
@@ -381,18 +382,18 @@ async def test_calls_that_must_be_made_are_made(choice, thinking):
     reply = "hm</think>" if thinking else ""
     async with serve({"r": reply + "I would rather not."}, accepts=(2, 1, 0)) as live:
         conversation = chat(tools=[PICK, PING], toolChoice=choice, enableThinking=thinking)
-        request = ask(conversation, stopping={"maxTokens": 200}, include={"receipt": True})
+        request = ask(conversation, stopping={"maxTokens": 1200}, include={"receipt": True})
         (answer,) = (await live.inference.Complete(request)).choices
+    assert answer.delta.text == ""
     assert answer.delta.reasoning == ("hm" if thinking else "")
     calls = list(answer.delta.tool_calls)
     if "tool" in choice:
         assert answer.finished.reason == inference_pb2.FINISH_REASON_TOOL_CALLS
         assert [call.name for call in calls] == [choice["tool"]]
-        assert answer.delta.text == ""
-    else:  # what the fake prefers is yet another call, until its budget is used up
-        assert answer.finished.reason == inference_pb2.FINISH_REASON_MAX_TOKENS
-        assert len(calls) > 1
-    for call in calls[:1]:
+    else:  # the fake prefers yet another call while it may
+        assert answer.finished.reason == inference_pb2.FINISH_REASON_TOOL_CALLS
+        assert len(calls) == MAX_CALLS
+    for call in calls:
         arguments = json.loads(call.arguments_json)
         if call.name == "pick":
             assert arguments["mode"] in ("r", "w")
@@ -401,6 +402,17 @@ async def test_calls_that_must_be_made_are_made(choice, thinking):
         else:
             assert arguments == {}
     assert answer.finished.receipt.constraint.grammar.startswith("start: ")
+
+
+async def test_a_call_that_the_model_would_make_anyway_is_left_alone():
+    """Free text, control-like text in it, and JSON: as the model writes them."""
+    text = CALL.replace("src/é.py", "a </parameter> b\n<function=x>\nc")
+    async with serve({"r": text}, accepts=(1, 2)) as live:
+        conversation = chat(tools=[READ, PING], toolChoice={"mode": "MODE_REQUIRED"})
+        request = ask(conversation, include={"tokenIds": True})
+        (answer,) = (await live.inference.Complete(request)).choices
+    assert list(answer.delta.token_ids) == written(text)
+    assert answer.finished.reason == inference_pb2.FINISH_REASON_TOOL_CALLS
 
 
 async def test_a_constraint_beside_a_call_that_must_be_made():

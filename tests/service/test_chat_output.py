@@ -211,7 +211,7 @@ class TestWithoutCalls:
 
     def test_format_of_a_template(self):
         assert detect_format(chat_samples.TEMPLATE.replace("<function=name>", "")) == "qwen3"
-        assert detect_format((DEMO / "chat_template.jinja").read_text()) == "plain"
+        assert detect_format((DEMO / "chat_template.jinja").read_text()) == "qwen3"
         assert detect_format('<tool_call>\n{"name": "f"}\n</tool_call>') == "plain"
 
     def test_format_of_the_real_template(self):

@@ -117,7 +117,7 @@ async def test_the_prompt_is_shown_and_help_is_given():
 
 
 async def test_a_question_that_is_refused_is_forgotten():
-    shown, executor = await talk(["x y " * 3000, "hello"], ["", "one"])
+    shown, executor = await talk(["x y " * 6000, "hello"], ["", "one"])
     assert "INVALID_ARGUMENT" in shown
     assert prompts(executor) == ["<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"]
 

@@ -75,7 +75,7 @@ async def test_too_many_alternatives(checkpoint):
 
 
 async def test_stop_strings_cut_everything_at_the_same_token(checkpoint, tokenizer: Tokenizer):
-    """Cases 36 and 76: whatever straddles whatever, and with the match shown or not."""
+    """Case 19: whatever straddles whatever, and with the match shown or not."""
     ids = tokenizer.encode("The quick brown fox jumps over")
     for accepts, stop, shown in itertools.product(
         [(0,), (2,), (2, 1, 0)], ["wn f", "own fox j", "T", "r"], [False, True]
