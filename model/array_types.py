@@ -15,6 +15,8 @@ strings use the same letters. Public signatures carry the aliases below; beartyp
 
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
+from model.quantization import QuantizedWeight
+
 TokensBT = Int[Array, "B T"]
 PositionsBT = Int[Array, "B T"]
 MaskBT = Bool[Array, "B T"]
@@ -42,5 +44,5 @@ ConvWindow = Float[Array, "B XT C"]
 
 ExpertIds = Int[Array, "Z A"]
 ExpertWeights = Float[Array, "Z A"]
-GateUpWeights = Float[Array, "E F2 D"]
-DownWeights = Float[Array, "E D F"]
+GateUpWeights = Float[Array, "E F2 D"] | QuantizedWeight
+DownWeights = Float[Array, "E D F"] | QuantizedWeight

@@ -1,112 +1,113 @@
-"""Checkpoints in the hub's layout: `config.json` beside safetensors files.
+"""Checkpoints: `config.json` beside safetensors files, as on the hub, or the Orbax form of that.
 
 A parameter's path in the module tree is its tensor's name. Only the output head and the MTP head
 stand at the top level; all else has the prefix `model.language_model.`, or `model.` in a checkpoint
-that was never multimodal. Routed experts are fused (`experts.gate_up_proj` [E, 2F, D], gate rows
-first, `experts.down_proj` [E, D, F]) or one tensor per expert and projection.
+that was never multimodal. `hub_layouts.py` knows how experts and quantised matrices are laid out.
 
 Names and shapes are compared before anything is allocated, so that a wrong directory costs a second
-and one message, not minutes and one message for each mistake.
+and one message, not minutes and one message for each mistake. Then one parameter after the other is
+read, straight into its final place: beyond the model itself no more is held than a block of a file,
+and where the device has memory of its own, one parameter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import math
 import pathlib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 import safetensors.numpy
 from flax import nnx
 from jax.typing import DTypeLike
 
+from model import checkpoint_files, checkpoint_orbax
+from model.checkpoint_files import (
+    DTYPES,
+    WEIGHTS_FILE,
+    Block,
+    CheckpointError,
+    StoredTensor,
+    read_json,
+)
+from model.checkpoint_orbax import Progress
 from model.config import ModelConfig
+from model.hub_layouts import Piece, Recipe, recipes
+from model.hub_quantization import UNUSED, schemes_of
+from model.quantization import QuantizedWeight
 from model.transformer import Transformer
 
 CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
+QUANTIZATION_FILE = "hf_quant_config.json"
 
 _PREFIX, _TEXT_ONLY_PREFIX = "model.language_model.", "model."
 _TOP_LEVEL = ("lm_head.", "mtp.")
 _VISION_PREFIX = "model.visual."
 _ALWAYS_FLOAT32 = ("A_log", "dt_bias")
-_DTYPES = ("BF16", "F16", "F32")
-_PER_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(?:gate|up|down)_proj\.weight")
-
-
-class CheckpointError(ValueError):
-    """A directory that cannot be loaded; the message lists all that is wrong with it."""
+_ALIGNMENT = 64
+"""In bytes, from which XLA takes an array of NumPy's over as it is, where memory is shared."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint; `notices` say in words what was left out and what that means."""
+    """A loaded checkpoint."""
 
     model: Transformer
     notices: tuple[str, ...]
+    """In words: what was left out, and what that means."""
+    stored_bytes: int
+    """Read from files."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """What a file's header says about one tensor."""
-
-    file: pathlib.Path
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A stored tensor and the part of a parameter that it fills."""
-
-    name: str
-    shape: tuple[int, ...]
-    part: tuple[int | slice, ...] = ()
-
-
-def load(directory: pathlib.Path, dtype: DTypeLike) -> Checkpoint:
+def load(directory: pathlib.Path, dtype: DTypeLike, progress: Progress | None = None) -> Checkpoint:
     """Loads a checkpoint.
 
     Args:
-      directory: `config.json` and safetensors files (bfloat16, float16 or float32; sharded or not).
-      dtype: of the parameters in memory; `A_log` and `dt_bias` are float32 whatever this says.
+      directory: `config.json` and safetensors files (bfloat16, float16 or float32, or quantised as
+        `hub_quantization` lists it; sharded or not), or an Orbax directory made from such a one.
+      dtype: in memory, of the parameters that are not quantised; `A_log` and `dt_bias` are float32
+        whatever this says.
+      progress: hears of every block: bytes read, and bytes to read in all.
 
     Returns:
       The model. Without stored MTP tensors `model.mtp` is None, whatever the config promises.
 
     Raises:
-      CheckpointError: listing every missing, surplus and misshapen tensor; nothing was allocated.
+      CheckpointError: listing every missing, surplus and misshapen tensor, before anything was
+        allocated; or an Orbax directory whose bytes are not those that were written.
       ConfigError: naming every field that cannot be served.
     """
-    config = ModelConfig.from_hf(_read_json(directory / CONFIG_FILE))
+    hf_config, apart = read_json(directory / CONFIG_FILE), directory / QUANTIZATION_FILE
+    config = ModelConfig.from_hf(hf_config)
+    schemes = schemes_of(hf_config, read_json(apart) if apart.is_file() else {})
     index = read_index(directory)
-    config, ignored, notices = _reconcile(config, index)
+    config, ignored, notices = _reconcile(config, index, bool(schemes))
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in index) else _TEXT_ONLY_PREFIX
     abstract = _abstract(config)
     expected = _expected(abstract, dtype, prefix)
-    pieces = _pieces(expected, index)
-    problems = _compare([p for group in pieces.values() for p in group], index, ignored)
+    dtypes = {name: tensor.dtype for name, tensor in index.items()}
+    wanted = recipes(expected, dtypes, schemes)
+    every = [piece for recipe in wanted.values() for piece in recipe.pieces]
+    problems = _compare(every, index, ignored)
     if problems:
         raise CheckpointError(f"{directory}: " + "; ".join(problems))
-    with contextlib.ExitStack() as stack:
-        files = {
-            # pread and not mmap: page faults on mapped files are slow on unified-memory machines.
-            file: stack.enter_context(safetensors.safe_open(file, "numpy", backend="pread"))
-            for file in {stored.file for stored in index.values()}
-        }
-        leaves = [
-            _read(pieces[name], leaf, {p.name: files[index[p.name].file] for p in pieces[name]})
-            for name, leaf in expected.items()
-        ]
-    return Checkpoint(jax.tree.unflatten(jax.tree.structure(abstract), leaves), notices)
+    read = (
+        checkpoint_orbax.restore_blocks
+        if checkpoint_orbax.is_orbax(directory)
+        else checkpoint_files.read_blocks
+    )
+    if schemes and not any(isinstance(one.target, QuantizedWeight) for one in wanted.values()):
+        notices += ("config.json has a quantization_config, and no tensor is quantised",)
+    total = sum(index[piece.name].nbytes for piece in every)
+    blocks = _watched(read(index, [piece.name for piece in every]), total, progress)
+    leaves = [_assemble(recipe, blocks) for recipe in wanted.values()]
+    model = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    return Checkpoint(model, notices, total)
 
 
 def save(
@@ -138,37 +139,18 @@ def expected_tensors(config: ModelConfig, dtype: DTypeLike) -> dict[str, jax.Sha
 
 
 def read_index(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """Reads the headers of the files that the index names, or without one of all there are.
+    """Reads what is stored, by hub name, without reading a tensor.
 
     Raises:
-      CheckpointError: a file is missing or damaged, or two files hold the same tensor.
+      CheckpointError: listing all files that are missing or damaged.
     """
-    if (directory / INDEX_FILE).exists():
-        files = sorted(set(_read_json(directory / INDEX_FILE)["weight_map"].values()))
-    else:
-        files = sorted(path.name for path in directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{directory}: no *.safetensors file")
-    problems: list[str] = []
-    index: dict[str, StoredTensor] = {}
-    for file in (directory / name for name in files):
-        try:
-            with safetensors.safe_open(file, "numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 (no mapping)
-                    header = opened.get_slice(name)
-                    stored = StoredTensor(file, header.get_dtype(), tuple(header.get_shape()))
-                    if name in index:
-                        problems.append(f"{name} is in {index[name].file.name} and in {file.name}")
-                    index[name] = stored
-        except (OSError, safetensors.SafetensorError) as error:
-            problems.append(f"{file.name} cannot be read ({error})")
-    if problems:
-        raise CheckpointError(f"{directory}: " + "; ".join(problems))
-    return index
+    if checkpoint_orbax.is_orbax(directory):
+        return checkpoint_orbax.read_index(directory)
+    return checkpoint_files.read_index(directory)
 
 
 def _reconcile(
-    config: ModelConfig, index: Mapping[str, StoredTensor]
+    config: ModelConfig, index: Mapping[str, StoredTensor], quantised: bool
 ) -> tuple[ModelConfig, frozenset[str], tuple[str, ...]]:
     """Settles what config and files say differently, where one reading is plainly meant.
 
@@ -198,61 +180,86 @@ def _reconcile(
     if config.tie_word_embeddings and head:
         ignored |= head
         notices.append("lm_head.* is not loaded, since config.json ties it to the embedding")
+    for suffix, why in UNUSED.items() if quantised else ():
+        if unused := frozenset(name for name in index if name.endswith(suffix)) - ignored:
+            ignored |= unused
+            notices.append(f"{len(unused)} tensors (*{suffix}) are not loaded: {why}")
     return config, ignored, tuple(notices)
 
 
-def _pieces(
-    expected: Mapping[str, jax.ShapeDtypeStruct], index: Mapping[str, StoredTensor]
-) -> dict[str, list[Piece]]:
-    """For every parameter the stored tensors that make it up: one, or some for each expert."""
-    split = {match[1] for name in index if (match := _PER_EXPERT.fullmatch(name))}
-    pieces: dict[str, list[Piece]] = {}
-    for name, leaf in expected.items():
-        experts = name.rpartition(".")[0]
-        if name in index or experts not in split:
-            pieces[name] = [Piece(name, leaf.shape)]
-        elif name.endswith(".down_proj"):
-            pieces[name] = [
-                Piece(f"{experts}.{expert}.down_proj.weight", leaf.shape[1:], (expert,))
-                for expert in range(leaf.shape[0])
-            ]
-        else:
-            half = leaf.shape[1] // 2
-            pieces[name] = [
-                Piece(
-                    f"{experts}.{expert}.{part}_proj.weight", (half, leaf.shape[2]), (expert, rows)
-                )
-                for expert in range(leaf.shape[0])
-                for part, rows in (("gate", slice(0, half)), ("up", slice(half, None)))
-            ]
-    return pieces
-
-
 def _compare(
-    pieces: Iterable[Piece], index: Mapping[str, StoredTensor], ignored: frozenset[str]
+    every: Iterable[Piece], index: Mapping[str, StoredTensor], ignored: frozenset[str]
 ) -> list[str]:
     """Lists every tensor that is missing, not asked for, or of a wrong shape or dtype."""
-    wanted = {piece.name: piece for piece in pieces}
+    wanted = {piece.name: piece for piece in every}
     problems = [f"missing {name} {wanted[name].shape}" for name in sorted(wanted.keys() - index)]
     problems += [f"surplus {name}" for name in sorted(index.keys() - wanted.keys() - ignored)]
     for name in sorted(wanted.keys() & index):
-        stored, shape = index[name], wanted[name].shape
-        if stored.shape != shape:
+        stored, shape, dtypes = index[name], wanted[name].shape, wanted[name].dtypes
+        if stored.shape != shape and (shape or stored.nbytes != DTYPES[stored.dtype].itemsize):
             problems.append(f"{name} has the shape {stored.shape}, expected {shape}")
-        if stored.dtype not in _DTYPES:
-            problems.append(f"{name} has the dtype {stored.dtype}, served: {', '.join(_DTYPES)}")
+        if stored.dtype not in dtypes:
+            problems.append(f"{name} has the dtype {stored.dtype}, served: {', '.join(dtypes)}")
     return problems
 
 
-def _read(pieces: list[Piece], leaf: jax.ShapeDtypeStruct, files: Mapping[str, Any]) -> jax.Array:
-    """Reads one parameter, casts it and puts it on the device."""
-    if not pieces[0].part:
-        [piece] = pieces
-        return jnp.asarray(files[piece.name].get_tensor(piece.name).astype(leaf.dtype, copy=False))
-    whole = np.empty(leaf.shape, leaf.dtype)
-    for piece in pieces:
-        whole[piece.part] = files[piece.name].get_tensor(piece.name)
-    return jnp.asarray(whole)
+def _watched(blocks: Iterator[Block], total: int, progress: Progress | None) -> Iterator[Block]:
+    """Tells of every block."""
+    done = 0
+    if progress:
+        progress(done, total)
+    for block in blocks:
+        done += block.data.nbytes
+        if progress:
+            progress(done, total)
+        yield block
+        del block  # or it would be held while the next one is read
+
+
+def _assemble(recipe: Recipe, blocks: Iterator[Block]) -> jax.Array | QuantizedWeight:
+    """Puts together one parameter from the blocks that come next, and puts it on the device."""
+    target, leaves = recipe.target, dict[str, np.ndarray]()
+    if isinstance(target, QuantizedWeight):
+        fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
+        leaves = {
+            name: _empty(leaf)
+            for name, leaf in fields.items()
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        }
+    else:
+        leaves[""] = _empty(target)
+    for piece in recipe.pieces:
+        _place(piece, leaves[piece.field][(*piece.part, ...)], blocks)
+    on_device = jax.block_until_ready(jax.device_put(leaves))
+    if isinstance(target, QuantizedWeight):
+        return dataclasses.replace(target, **on_device)
+    return on_device[""]
+
+
+def _place(piece: Piece, view: np.ndarray, blocks: Iterator[Block]) -> None:
+    """Fills a part of a parameter with the blocks of one tensor."""
+    left = math.prod(piece.shape)
+    whole: list[np.ndarray] = []
+    while left:
+        block = next(blocks)
+        left -= block.data.size
+        data = block.data
+        if view.dtype == np.uint8 and data.dtype.itemsize == 1:
+            data = data.view(np.uint8)  # what is held as bits
+        if piece.convert or not piece.shape:
+            whole.append(data)
+        else:
+            view[block.rows] = data
+    if whole:
+        joined = np.concatenate(whole) if piece.shape else whole[0].reshape(())
+        view[...] = piece.convert(joined) if piece.convert else joined
+
+
+def _empty(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    size = math.prod(leaf.shape) * leaf.dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(leaf.dtype).reshape(leaf.shape)
 
 
 def _abstract(config: ModelConfig) -> Transformer:
@@ -280,10 +287,3 @@ def _named_leaves(model: Transformer, prefix: str) -> dict[str, Any]:
 
 def _dtype_of(name: str, dtype: DTypeLike) -> np.dtype:
     return np.dtype(jnp.float32 if name.endswith(_ALWAYS_FLOAT32) else dtype)
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from None

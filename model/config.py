@@ -153,8 +153,6 @@ def _unsupported(config: Mapping[str, Any], text: Mapping[str, Any]) -> list[str
         problems.append(f"rope_parameters.rope_type is {rope['rope_type']!r}, served: 'default'")
     if not rope.get("mrope_interleaved", True):
         problems.append("rope_parameters.mrope_interleaved is False, served: True")
-    if "quantization_config" in config or "quantization_config" in text:
-        problems.append("quantization_config is set, served: unquantised bfloat16 or float32 only")
     return problems
 
 

@@ -18,10 +18,12 @@ from jaxtyping import Array, Float
 
 from model.array_types import Positions3BT, RotaryBTQ
 from model.config import ModelConfig
+from model.kernels.quantized_matmul import product, quantized_matmul
+from model.quantization import QuantizedWeight
 
 
 class Linear(nnx.Module):
-    """`y = x W^T` with `weight` of shape [out, in]; sums in float32."""
+    """`y = x W^T` with `weight` of shape [out, in], quantised or not; sums in float32."""
 
     def __init__(self, in_features: int, out_features: int, *, std: float, rngs: nnx.Rngs):
         shape = (out_features, in_features)
@@ -31,15 +33,19 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...])
 
 
-def linear(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+def linear(
+    x: Float[Array, "... I"], weight: Float[Array, "O I"] | QuantizedWeight
+) -> Float[Array, "... O"]:
     """`x W^T`, summed in float32, in the dtype of `x`."""
     return linear_f32(x, weight).astype(x.dtype)
 
 
-def linear_f32(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Array, "... O"]:
+def linear_f32(
+    x: Float[Array, "... I"], weight: Float[Array, "O I"] | QuantizedWeight
+) -> Float[Array, "... O"]:
     """`x W^T`, summed and returned in float32."""
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
+    form = quantized_matmul if isinstance(weight, QuantizedWeight) else product
+    return form(x, weight)
 
 
 class Embedding(nnx.Module):

@@ -17,10 +17,11 @@ from model.kernels import forms
 from model.kernels.check import CheckSizes, KernelCheck
 from model.kernels.gated_delta_rule.check import checks as gated_delta_rule
 from model.kernels.paged_attention.check import checks as paged_attention
+from model.kernels.quantized_matmul.check import checks as quantized_matmul
 from model.kernels.routed_experts.check import checks as routed_experts
 from model.programs import compiler_options
 
-KERNEL_CHECKS = (gated_delta_rule, paged_attention, routed_experts)
+KERNEL_CHECKS = (gated_delta_rule, paged_attention, quantized_matmul, routed_experts)
 """One function per kernel package."""
 LARGEST = 256
 """Of the sizes that are not a head's: the real ones would take seconds."""

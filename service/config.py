@@ -106,7 +106,7 @@ class ServerConfig(BaseModel, frozen=True):
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
     checkpoint: ExistingDirectory = DEMO_CHECKPOINT
-    """Directory with config.json, tokenizer.json and safetensors."""
+    """Directory with config.json, tokenizer.json and safetensors, or an Orbax directory made of one."""
     host: Host = "127.0.0.1"
     """Address to listen on."""
     port: Port = 50051

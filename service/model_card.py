@@ -3,9 +3,14 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+WEIGHT_FILES = "*.safetensors"
+ORBAX_MANIFEST = "orbax_checkpoint.json"
+WEIGHT_TABLES = ("model.safetensors.index.json", ORBAX_MANIFEST)
+"""Files that say where the weights are: their identity is that of the weights."""
 WHOLE_FILE_BYTES = 64 << 20
 SAMPLE_BYTES = 1 << 20
 SAMPLES = 64
@@ -76,13 +81,41 @@ def generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Returns the identity of a checkpoint: a SHA-256 over names, sizes and contents of its files.
+    """Returns the identity of a checkpoint, the same for a hub directory and its Orbax form.
+
+    A SHA-256 over the identity of the weights and over names and contents of all other files.
+    """
+    return digest_of(other_files(checkpoint), weights_fingerprint(checkpoint))
+
+
+def weights_fingerprint(checkpoint: Path) -> str:
+    """Returns the identity of the weights alone.
+
+    An Orbax directory keeps that of the hub directory that it was made from; loading it proves that
+    its tensors are those that were written.
+    """
+    if (checkpoint / ORBAX_MANIFEST).is_file():
+        return read_json(checkpoint / ORBAX_MANIFEST)["weights_fingerprint"]
+    return digest_of(sorted(checkpoint.glob(WEIGHT_FILES)))
+
+
+def other_files(checkpoint: Path) -> list[Path]:
+    """Returns the files around the weights: config, tokenizer, templates, and whatever else."""
+    return sorted(
+        path
+        for path in checkpoint.iterdir()
+        if path.is_file() and not (path.match(WEIGHT_FILES) or path.name in WEIGHT_TABLES)
+    )
+
+
+def digest_of(files: Iterable[Path], salt: str = "") -> str:
+    """Returns a SHA-256 over the salt and over names, sizes and contents of files.
 
     Of a file above 64 MiB, 64 evenly spaced samples of 1 MiB are read (first and last included), so
     that 70 GB of weights do not delay the start by minutes.
     """
-    digest = hashlib.sha256()
-    for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+    digest = hashlib.sha256(salt.encode())
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:

@@ -8,6 +8,7 @@ kernels, CUDA graphs, memory), not speed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -19,6 +20,10 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 MEMORY_GIB = {"gb10": 121.0, "h200": 139.0}
+BYTES_PER_SECOND = {"gb10": 232e9}
+"""That streaming reads reach; the memory's nominal bandwidth is 273e9."""
+SECONDS_PER_KERNEL = 2e-6
+"""From one kernel of a CUDA graph to the next: an assumption."""
 LARGE_BYTES = 1 << 20
 """Weights and caches from this size on must not be copied."""
 
@@ -45,6 +50,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--prefill-chunk", type=int, default=512)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--weights",
+        choices=("fp8", "int8", "nvfp4", "nvfp4-ct"),
+        help="quantised as published (model/weight_layouts.py); default: none is",
+    )
     parser.add_argument("--layers", type=int, help="only the first LAYERS layers (quicker)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser.parse_args(arguments)
@@ -64,12 +74,14 @@ def compile_programs(options: argparse.Namespace, dump: pathlib.Path) -> list[di
     """See `inspect`."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
     from model import programs
     from model.config import ModelConfig
+    from model.kernels.quantized_matmul.blocked import BLOCK_WEIGHTS
+    from model.quantization import QuantizedWeight
     from model.state import DecodeShape, init_inputs, init_state
-    from model.transformer import Transformer
+    from model.weight_layouts import LAYOUTS, abstract_model
+    from tools import program_report
 
     config = ModelConfig.from_hf(read_config(options.config, options.layers))
     context = options.max_context or config.max_position_embeddings
@@ -88,19 +100,20 @@ def compile_programs(options: argparse.Namespace, dump: pathlib.Path) -> list[di
         addressable_tokens=config.vocab_size,
     )
     dtype = jnp.dtype(options.dtype)
-    model = jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    layout = dataclasses.replace(LAYOUTS[options.weights or options.dtype], dtype=options.dtype)
+    model = abstract_model(config, layout)
     leaves, treedef = jax.tree.flatten(model)
     sharding = target_sharding(options.target)
 
-    def there(tree: Any, dtype: Any = None) -> Any:
+    def there(tree: Any) -> Any:
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
     def ints(*dims: int) -> Any:
         return there(jax.ShapeDtypeStruct(dims, jnp.int32))
 
-    leaves = there(leaves, dtype)
+    leaves = there(leaves)
     state = there(jax.eval_shape(lambda: init_state(config, shape, dtype)))
     inputs = there(jax.eval_shape(lambda: init_inputs(shape, config.vocab_size)))
     built = programs.build(treedef, shape, "cpu" if options.target == "cpu" else "gpu")
@@ -110,15 +123,48 @@ def compile_programs(options: argparse.Namespace, dump: pathlib.Path) -> list[di
         "prefill": (leaves, state, scalar, chunk, scalar, scalar, scalar, table),
     }
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    weights = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    quantised = [leaf for leaf in weights if isinstance(leaf, QuantizedWeight)]
+    # What is dequantised at a time may be written out.
+    quantised_shapes = {leaf.shape for leaf in quantised if leaf.size > BLOCK_WEIGHTS}
+    plain = [leaf for leaf in weights if not isinstance(leaf, QuantizedWeight)]
     # Not the replay inputs: every round writes those anew.
-    arrays = (*leaves, *(getattr(c, "k_pages", None) or c.state_BWPR for c in state.caches))
+    arrays = (*plain, *(getattr(c, "k_pages", None) or c.state_BWPR for c in state.caches))
     shapes = {x.shape for x in arrays if x.size * x.dtype.itemsize >= LARGE_BYTES}
+    shapes = (shapes - {leaf.shape for leaf in quantised}) | quantised_shapes
     reports = []
     for name, arguments in calls.items():
         compiled = built[name].lower(*arguments).compile()
         report = report_program(name, compiled, dump, config, options.target, shapes)
+        written = program_report.written_floats(compiled.as_text(), quantised_shapes)
+        report["dequantised_weights"] = [str(one) for one in written]
         reports.append(report | {"state_bytes": state_bytes})
+    reports[0] |= prediction(config, options, layout, reports[0])
     return reports
+
+
+def prediction(
+    config: Any, options: argparse.Namespace, layout: Any, report: dict[str, Any]
+) -> dict[str, Any]:
+    """How fast a decode round can be at most, by its bytes and its kernels; not measured."""
+    import jax.numpy as jnp
+
+    from model.costs import round_bytes
+
+    if options.target not in BYTES_PER_SECOND:
+        return {}
+    drafts = options.draft_length if config.mtp_num_hidden_layers else 0
+    item_bytes = jnp.dtype(options.dtype).itemsize
+    moved = round_bytes(config, options.slots, drafts, item_bytes, layout)
+    seconds = moved / BYTES_PER_SECOND[options.target]
+    seconds += report["kernels"] * SECONDS_PER_KERNEL
+    return {
+        "round_bytes": moved,
+        "predicted_rounds_per_second": round(1 / seconds, 1),
+        "predicted_tokens_per_second": [
+            round(options.slots * accepted / seconds, 1) for accepted in (1, drafts + 1)
+        ],
+    }
 
 
 def target_sharding(target: str) -> Any:
@@ -195,6 +241,7 @@ def table(reports: list[dict[str, Any]], target: str) -> str:
         "captured_loops": "loops inside the CUDA graph",
         "host_syncs": "host syncs and host transfers inside a call",
         "large_copies": "weight- or cache-sized copies",
+        "dequantised_weights": "quantised weights written out whole",
         "dense_expert_products": "products over all experts",
         "kernels": "kernels",
         "kernels_per_layer": "kernels per layer (all kernels / layers)",
@@ -212,6 +259,14 @@ def table(reports: list[dict[str, Any]], target: str) -> str:
     )
     copies = sorted({copy for report in reports for copy in report["large_copies"]})
     text += "".join(f"\n  copy: {copy}" for copy in copies)
+    if "round_bytes" in reports[0]:
+        low, high = reports[0]["predicted_tokens_per_second"]
+        text += (
+            f"\npredicted, not measured: {low:.0f} (no draft accepted) to {high:.0f} (all accepted)"
+            f" tokens per second; {reports[0]['round_bytes'] / 1e9:.2f} GB a round at"
+            f" {BYTES_PER_SECOND[target] / 1e9:.0f} GB/s, {SECONDS_PER_KERNEL * 1e6:.0f} us for each"
+            " kernel (kernels in loops counted once; keys and values left out)"
+        )
     if target in MEMORY_GIB:
         need = (
             max(report["arguments_bytes"] + report["temporary_bytes"] for report in reports) / GIB

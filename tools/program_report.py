@@ -27,6 +27,9 @@ class Instruction:
     dims: tuple[int, ...]
     kind: str
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.dtype}{list(self.dims)}"
+
     @property
     def size(self) -> int:
         """Bytes of the result."""
@@ -78,6 +81,18 @@ def large_moves(hlo: str, shapes: Iterable[tuple[int, ...]], logits_dim: int) ->
         if one.kind in _MOVES
         and (_key(one.dims) in wanted or one.size >= 16 << 20)
         and one.dims[-1:] != (logits_dim,)
+    ]
+
+
+def written_floats(hlo: str, shapes: Iterable[tuple[int, ...]]) -> list[Instruction]:
+    """Floating-point results outside fusions that have one of some shapes, axes in any order."""
+    wanted = {_key(shape) for shape in shapes}
+    return [
+        one
+        for one in instructions(hlo)
+        if one.dtype in ("bf16", "f16", "f32")
+        and one.kind not in ("parameter", "get-tuple-element", "bitcast")
+        and _key(one.dims) in wanted
     ]
 
 

@@ -47,5 +47,6 @@ def configure_logging(config: ServerConfig) -> None:
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=config.log_level, handlers=[handler])
     logging.captureWarnings(True)
-    # It reports at INFO every platform that is not there.
-    logging.getLogger("jax").setLevel(logging.WARNING)
+    # At INFO, JAX reports every platform that is not there, and Orbax (absl) every step.
+    for name in ("jax", "absl"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -12,11 +12,16 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 import tiny
-from model import checkpoint
+from model import checkpoint, checkpoint_files
 from model.checkpoint import CheckpointError
-from model.config import ConfigError, ModelConfig
+from model.config import ModelConfig
+from service.engine.executor import load_executor
 
 REFERENCE = Path(__file__).resolve().parents[3] / "shared" / "qwen36"
+EXECUTOR = {
+    **{"slots": 1, "max_context": 64, "page_size": 16, "pages": None, "rounds_per_call": 2},
+    **{"prefill_chunk": 16, "dtype": "float32"},
+}
 MULTIMODAL, TEXT_ONLY = "model.language_model.", "model."
 
 
@@ -69,6 +74,16 @@ def per_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return split
 
 
+def header(text: bytes) -> bytes:
+    """A safetensors file of nothing but a header."""
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor_header(dtype: str, count: int, nbytes: int) -> bytes:
+    entry = {"dtype": dtype, "shape": [count], "data_offsets": [0, nbytes]}
+    return header(json.dumps({"x": entry}).encode())
+
+
 def vision() -> dict[str, np.ndarray]:
     return {"model.visual.patch_embed.proj.bias": np.zeros(4, np.float32)}
 
@@ -99,6 +114,16 @@ def rounded(model):
 
 
 @pytest.mark.parametrize("prefix", [MULTIMODAL, TEXT_ONLY])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_prefix_follows_the_tensors_not_the_config(tmp_path, model, prefix, nested):
+    """Case 46: text only, with a config of either form; there are no preprocessor files."""
+    directory = write(tmp_path, stored(model, prefix))
+    config = {"text_config": tiny.HF_CONFIG} if nested else tiny.HF_CONFIG
+    (directory / "config.json").write_text(json.dumps(config))
+    assert_same_bits(checkpoint.load(directory, jnp.float32).model, model)
+
+
+@pytest.mark.parametrize("prefix", [MULTIMODAL, TEXT_ONLY])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("experts", [dict, per_expert], ids=["fused", "per expert"])
 def test_every_layout_loads_to_the_same_bits(tmp_path, model, prefix, shards, experts):
@@ -115,7 +140,31 @@ def test_bfloat16_on_disk(tmp_path, model, rounded, experts, in_memory):
     assert_same_bits(checkpoint.load(directory, in_memory).model, rounded, in_memory)
 
 
+@pytest.mark.parametrize("experts", [dict, per_expert], ids=["fused", "per expert"])
+def test_blocks_of_any_size_load_to_the_same_bits(tmp_path, model, monkeypatch, experts):
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 300)
+    told: list[tuple[int, int]] = []
+    directory = write(tmp_path, experts(stored(model)) | vision())
+    loaded = checkpoint.load(directory, jnp.float32, lambda *counts: told.append(counts))
+    assert_same_bits(loaded.model, model)
+    total = sum(tensor.nbytes for tensor in stored(model).values())
+    assert (told[0], told[-1]) == ((0, total), (total, total))
+    assert loaded.stored_bytes == total
+    assert len(told) > 2 * len(stored(model)), "tensors were not read in blocks"
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_parameters_are_not_held_twice(tmp_path, model):
+    """On the CPU what was read is what JAX computes with: nothing is copied."""
+    loaded = checkpoint.load(write(tmp_path, stored(model)), jnp.float32).model
+    for leaf in jax.tree.leaves(loaded):
+        seen_by_numpy = np.asarray(leaf)
+        assert seen_by_numpy.ctypes.data == leaf.unsafe_buffer_pointer()
+        assert seen_by_numpy.ctypes.data % 64 == 0
+
+
 def test_each_tensor_may_have_its_own_dtype(tmp_path, model, rounded):
+    """Case 42: a head in another dtype than the body."""
     body = without(stored(model, dtype=ml_dtypes.bfloat16), "mtp.")
     head = {name: leaf for name, leaf in stored(model).items() if name.startswith("mtp.")}
     loaded = checkpoint.load(write(tmp_path, body | head), jnp.float32).model
@@ -130,12 +179,16 @@ def test_vision_tensors_are_left_alone(tmp_path, model):
 
 
 def test_a_promised_mtp_head_may_be_absent(tmp_path, model):
+    """Case 42: it starts, says once that drafting is off, and answers like draft length 0."""
     loaded = checkpoint.load(write(tmp_path, without(stored(model), "mtp.")), jnp.float32)
     assert loaded.model.mtp is None
     assert loaded.model.config.mtp_num_hidden_layers == 0
     [notice] = loaded.notices
     assert "mtp_num_hidden_layers is 1" in notice
     assert "drafting is off" in notice
+    assert_same_bits(loaded.model.layers, model.layers)
+    served = load_executor(tmp_path, **EXECUTOR, draft_length=2)  # asks for drafts all the same
+    assert served.limits.draft_length == 0
 
 
 def test_half_an_mtp_head_is_an_error(tmp_path, model):
@@ -156,6 +209,7 @@ def test_an_mtp_head_that_nobody_promised_is_left_alone(tmp_path, model):
 
 @pytest.mark.parametrize("with_head", [False, True])
 def test_a_tied_head_is_the_embedding(tmp_path, with_head):
+    """Case 46."""
     tied = tiny.model(tiny.config(tie_word_embeddings=True))
     tensors = stored(tied)
     assert not any(name.startswith("lm_head") for name in tensors)
@@ -171,6 +225,7 @@ def test_a_tied_head_is_the_embedding(tmp_path, with_head):
 
 
 def test_an_untied_config_without_a_head_is_refused(tmp_path, model):
+    """Case 46: not tied in silence."""
     directory = write(tmp_path, without(stored(model), "lm_head"))
     with pytest.raises(CheckpointError, match=r"missing lm_head\.weight \(96, 32\)$"):
         checkpoint.load(directory, jnp.float32)
@@ -190,7 +245,7 @@ def test_everything_wrong_is_said_at_once_and_before_allocation(tmp_path, model,
     def no_allocation(*_):
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(jnp, "asarray", no_allocation)
+    monkeypatch.setattr(jax, "device_put", no_allocation)
     monkeypatch.setattr(np, "empty", no_allocation)
     with pytest.raises(CheckpointError) as error:
         checkpoint.load(directory, jnp.float32)
@@ -216,6 +271,33 @@ def test_damaged_and_missing_files_are_named(tmp_path, model):
     assert third.name not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "it has 0 bytes"),
+        (b"\xff" * 8, "its header alone would have"),
+        (header(b"{"), "Expecting"),
+        (
+            header(b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'),
+            "x has 4 bytes, expected 8",
+        ),
+        (header(b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'), "x ends at"),
+        (
+            header(b'{"x": {"dtype": "F99", "shape": [0], "data_offsets": [0, 0]}}'),
+            "x has the dtype F99",
+        ),
+        (header(b'{"x": {"shape": [0]}}'), "data_offsets"),
+        (header(b'{"x": 3}'), "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, model, content, complaint):
+    directory = write(tmp_path, stored(model))
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read") as error:
+        checkpoint.load(directory, jnp.float32)
+    assert complaint in str(error.value)
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path, model):
     directory = write(tmp_path, stored(model))
     safetensors.numpy.save_file({"lm_head.weight": np.zeros(1)}, directory / "a.safetensors")
@@ -232,10 +314,11 @@ def test_a_directory_without_weights_or_config_is_refused(tmp_path, model):
         checkpoint.load(tmp_path, jnp.float32)
 
 
-def test_quantised_checkpoints_are_refused_by_name(tmp_path, model):
+def test_a_checkpoint_that_only_says_it_is_quantised(tmp_path, model):
     directory = write(tmp_path, stored(model), quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match="quantization_config"):
-        checkpoint.load(directory, jnp.float32)
+    loaded = checkpoint.load(directory, jnp.float32)
+    assert_same_bits(loaded.model, model)
+    assert loaded.notices == ("config.json has a quantization_config, and no tensor is quantised",)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

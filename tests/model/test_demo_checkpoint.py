@@ -13,6 +13,10 @@ import model as model_package
 import tiny
 from service.engine.executor import load_executor
 from service.engine.types import Request, SamplingParams
+from service.text.chat import Tool
+from service.text.chat_output import ChatOutputParser
+from service.text.chat_template import ChatTemplate
+from service.text.output_events import ContentDelta, ToolCallStart
 
 DEMO = pathlib.Path(model_package.__file__).parent / "demo"
 PROMPTS = (
@@ -89,6 +93,23 @@ def test_it_continues_with_recognisable_python():
         lines += [line.strip() for line in text.splitlines()[:-1] if line.strip()]
     good = sum(parses(line) or parses(line + "\n    pass") for line in lines)
     assert good / len(lines) > 0.5, lines
+
+
+def test_a_chat_about_a_file_gets_the_call_that_reads_it():
+    """The template, the parser and what the demo learned fit together."""
+    template = ChatTemplate.from_directory(DEMO)
+    assert template is not None
+    path = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    function = {"name": "read_file", "description": "Reads a file.", "parameters": path}
+    prompt = template.render(
+        [{"role": "user", "content": "Read the file setup.py."}],
+        tools=[{"type": "function", "function": function}],
+    )
+    text = tokenizer().decode(reply(prompt, 3, 0.0), skip_special_tokens=False)
+    parser = ChatOutputParser("qwen3", tools=[Tool("read_file", parameters=path)])
+    events = [*parser.feed(text.split("<|im_end|>")[0]), *parser.finish()]
+    assert [event.name for event in events if isinstance(event, ToolCallStart)] == ["read_file"]
+    assert all(not isinstance(event, ContentDelta) for event in events)
 
 
 def parses(line: str) -> bool:

@@ -22,6 +22,7 @@ KERNELS = [
     "gated_delta_rule.chunked",
     "gated_delta_rule.replay",
     "paged_attention",
+    "quantized_matmul",
     "routed_experts",
 ]
 

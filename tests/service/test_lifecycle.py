@@ -373,3 +373,19 @@ def test_the_log_of_a_start(caplog):
         "start-up: ready after 3.8 s; 2 programs took 3.0 s, 1 of them were compiled and 1 came from"
         " the compilation cache",
     ]
+
+
+def test_the_log_of_a_long_read(caplog):
+    caplog.set_level("INFO", logger="service.startup")
+    now = 0.0
+    log = StartupLog(lambda: now)
+    log.stage("planned")
+    for second in range(0, 13):
+        now = float(second)
+        log.progress(100_000_000 * second, 1_200_000_000)
+    log.stage("read", 1_200_000_000)
+    assert caplog.messages[1:] == [
+        "start-up: 500.0 MB of 1200.0 MB read, 41 %, 100.0 MB/s",
+        "start-up: 1000.0 MB of 1200.0 MB read, 83 %, 100.0 MB/s",
+        "start-up: read (12.0 s, 100.0 MB/s)",
+    ]

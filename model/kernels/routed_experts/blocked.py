@@ -43,11 +43,11 @@ def routed_experts(
         expert = jnp.sum(ends_E <= index)
         start = starts_E[expert] + block * (index - (ends_E[expert] - blocks_E[expert]))
         x = jax.lax.dynamic_slice_in_dim(x_sorted, start, block)
-        projected = linear(
-            x, jax.lax.dynamic_index_in_dim(gate_up_proj_EFD, expert, keepdims=False)
+        gate_up, down = jax.tree.map(  # of quantised weights codes and scales
+            lambda array: jax.lax.dynamic_index_in_dim(array, expert, keepdims=False),
+            (gate_up_proj_EFD, down_proj_EDF),
         )
-        gate, up = jnp.split(projected, 2, axis=-1)
-        down = jax.lax.dynamic_index_in_dim(down_proj_EDF, expert, keepdims=False)
+        gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
         rows = linear(jax.nn.silu(gate) * up, down).astype(jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(y, rows, start, axis=0)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from model.array_types import DownWeights, ExpertIds, ExpertWeights, GateUpWeights, HiddenRows
+from model.quantization import dequantized
 
 
 def routed_experts(
@@ -21,12 +22,14 @@ def routed_experts(
       x_ZD: tokens.
       ids_ZA: expert of each choice; E (one past the last) chooses none.
       weights_ZA: float32.
-      gate_up_proj_EFD: [E, 2F, D], gate rows first.
-      down_proj_EDF: [E, D, F].
+      gate_up_proj_EFD: [E, 2F, D], gate rows first, quantised or not.
+      down_proj_EDF: [E, D, F], quantised or not.
 
     Returns:
       [Z, D] in the dtype of x.
     """
+    gate_up_proj_EFD = dequantized(gate_up_proj_EFD, x_ZD.dtype)
+    down_proj_EDF = dequantized(down_proj_EDF, x_ZD.dtype)
     experts, width, _ = gate_up_proj_EFD.shape
     projected = jnp.einsum("zd,efd->zef", x_ZD, gate_up_proj_EFD)
     hidden = jax.nn.silu(projected[..., : width // 2]) * projected[..., width // 2 :]
