@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.mkdtemp(prefix="tandem-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 # Servers that tests start leave the user's own cache alone.
 os.environ["TANDEM_COMPILATION_CACHE"] = "none"
