@@ -44,8 +44,9 @@ def linear_f32(
     x: Float[Array, "... I"], weight: Float[Array, "O I"] | QuantizedWeight
 ) -> Float[Array, "... O"]:
     """`x W^T`, summed and returned in float32."""
-    form = quantized_matmul if isinstance(weight, QuantizedWeight) else product
-    return form(x, weight)
+    if isinstance(weight, QuantizedWeight):
+        return quantized_matmul(x, weight)
+    return product(x, weight)
 
 
 class Embedding(nnx.Module):

@@ -81,7 +81,9 @@ def test_never_writes_the_weight_out(rows):
     many = {name: abstract((out, width), name) for name in FORMATS}
 
     def temporary(form, argument):
-        return jax.jit(form).lower(x, argument).compile().memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(form).lower(x, argument).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     whole = 4 * out * width
     assert temporary(lambda x, q: reference(x, q), many["fp8_block"]) >= whole

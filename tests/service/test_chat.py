@@ -310,9 +310,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ),
     (
         {"messages": [user("x"), {"role": "ROLE_SYSTEM", "text": "y"}]},
-        {
-            "chat.messages": "is refused by the chat template, must be one that it takes: The "
-        },
+        {"chat.messages": "is refused by the chat template, must be one that it takes: The "},
     ),
     (
         {"variablesJson": '{"tone": "kind"}'},

@@ -145,7 +145,7 @@ class TestGrammar:
         (arguments,) = arguments_of(tools, call_of(value))
         assert arguments == {"v": meant}
         assert type(arguments["v"]) is type(meant)
-        jsonschema.validate(arguments, tools[0].parameters)
+        jsonschema.validate(arguments, dict(tools[0].parameters or {}))
 
     @pytest.mark.parametrize(("schema", "value"), NOT_ACCEPTED)
     def test_a_value_that_would_be_read_otherwise(self, schema, value):
@@ -164,7 +164,7 @@ class TestGrammar:
         tools, value = [tool_of(SCHEMAS[schema])], "".join(pieces)
         if allows_value(tools, value):
             (arguments,) = arguments_of(tools, call_of(value))
-            jsonschema.validate(arguments, tools[0].parameters)
+            jsonschema.validate(arguments, dict(tools[0].parameters or {}))
 
     def test_what_is_required_must_be_there(self):
         schema = {"properties": {"a": {}, "b": {"type": "integer"}}, "required": ["b", "c"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def made(source, tmp_path_factory):
     return directories
 
 
-def by_name(model) -> dict[str, object]:
+def by_name(model) -> dict[str, Any]:
     """Parameters by hub name."""
     is_quantised = lambda leaf: isinstance(leaf, QuantizedWeight)  # noqa: E731
     names = checkpoint.expected_tensors(model.config, jnp.float32)
