@@ -63,7 +63,7 @@ load-test: $(VENV)/installed-bench ## 10 minutes of mixed load on a server of it
 grpc-overhead: $(VENV)/installed ## time per token through gRPC over the engine's own
 	$(BIN)/python tools/grpc_overhead.py $(ARGS)
 
-train: $(VENV)/installed-train ## train the embedded checkpoint again
+train: $(VENV)/installed-dev-train ## train the embedded checkpoint again, from packages of both extras
 	$(BIN)/python tools/train_demo.py $(ARGS)
 
 clean:

@@ -111,6 +111,7 @@ class QuantizedWeight:
 
     def rows(self, start: jax.Array | int, count: int) -> QuantizedWeight:
         """Rows `start` to `start + count` of a single matrix; they must exist."""
+        # Not by dynamic_slice: in a loop XLA:GPU makes copies of that which no CUDA graph can hold.
         every = start + jnp.arange(count)
 
         def per_row(array: jax.Array, rows: int) -> jax.Array:
@@ -259,8 +260,10 @@ class QuantizationError:
 
 def quantization_error(weight: ArrayLike, quantized: QuantizedWeight) -> QuantizationError:
     """Compares a weight with its quantised form."""
-    sums = _error_sums(weight, quantized)
-    return QuantizationError(*map(float, sums), quantized.size, quantized.nbytes)
+    squared_error, squared_weights, largest = map(float, _error_sums(weight, quantized))
+    return QuantizationError(
+        squared_error, squared_weights, largest, quantized.size, quantized.nbytes
+    )
 
 
 @jax.jit

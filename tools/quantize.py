@@ -250,7 +250,7 @@ def error_row(error: QuantizationError) -> dict[str, float]:
 
 def table(errors: Mapping[str, QuantizationError]) -> str:
     """A line per matrix, and one for all."""
-    rows = errors | {"all": sum(errors.values(), QuantizationError())}
+    rows = dict(errors) | {"all": sum(errors.values(), QuantizationError())}
     width = max(map(len, rows))
     lines = [f"{'matrix':<{width}}  relative error  largest error  bits per weight"]
     lines += [

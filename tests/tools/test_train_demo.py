@@ -1,5 +1,7 @@
 import dataclasses
 import functools
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,11 +12,29 @@ import pytest
 
 import tiny
 from model.kernels.routed_experts.reference import routed_experts
+from service.text.chat import Tool
+from service.text.chat_output import ChatOutputParser
+from service.text.chat_template import ChatTemplate, ChatTemplateError
+from service.text.output_events import ToolCallStart
 
 pytest.importorskip("optax")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from demo_training import corpus, experts, hub, loop, objective, state, tokenizer
+from demo_training import (
+    batches,
+    corpus,
+    dialogues,
+    experts,
+    hub,
+    loop,
+    objective,
+    packages,
+    report,
+    stages,
+    state,
+    tokenizer,
+    tools,
+)
 
 SOURCE = '''\
 def count(words, *, start=0):
@@ -94,19 +114,101 @@ def test_only_readable_hand_written_sources_are_found(tmp_path):
     }
 
 
-def test_conversations_are_in_the_words_of_the_chat_template():
-    jinja2 = pytest.importorskip("jinja2")
-    first, second = corpus.conversations([corpus.Document("a.py", SOURCE)])
-    template = jinja2.Environment().from_string(hub.CHAT_TEMPLATE)
+def chats():
+    """Of 120 functions, so that every choice is made somewhere."""
+    documents = [corpus.Document(f"package/part_{i}.py", SOURCE) for i in range(60)]
+    return [document.text for document in dialogues.dialogues(documents)]
+
+
+def test_chats_are_in_the_words_of_the_chat_template():
+    template = ChatTemplate(hub.CHAT_TEMPLATE.read_text())
     request = "Write the Python function count(words, *, start=0). Counts them."
     code = SOURCE[: SOURCE.index("\n\n\nclass")]
-    messages = [{"role": "user", "content": request}, {"role": "assistant", "content": code}]
-    assert first.text == template.render(messages=messages)
-    prompt = template.render(messages=messages[:1], add_generation_prompt=True)
-    assert first.text == prompt + code + "<|im_end|>\n"
-    assert second.text.endswith(
-        "assistant\ndef add(self, n):\n    self.n += n\n    return self<|im_end|>\n"
+    prompt = template.render([{"role": "user", "content": request}])
+    assert prompt + code + "<|im_end|>\n" in chats()
+    thinking = template.render(
+        [{"role": "user", "content": request}], variables={"enable_thinking": True}
     )
+    assert any(thinking in text and text.endswith(code + "<|im_end|>\n") for text in chats())
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def test_the_chat_template_drops_the_reasoning_of_earlier_turns():
+    template = ChatTemplate(hub.CHAT_TEMPLATE.read_text())
+    call = {"function": {"name": "f", "arguments": {"n": 1, "text": "a"}}}
+    called = {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [call]}
+    result = {"role": "tool", "content": "ok"}
+    written = (
+        "<|im_start|>assistant\n<think>\nr\n</think>\n\n<tool_call>\n<function=f>\n"
+        "<parameter=n>\n1\n</parameter>\n<parameter=text>\na\n</parameter>\n</function>\n"
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nok\n</tool_response><|im_end|>\n"
+    )
+    assert written in template.render([user("a"), called, result])
+    later = [user("a"), called, result, {"role": "assistant", "content": "done"}, user("b")]
+    assert "<think>" not in template.render(later)
+    assert written in template.render(later, variables={"preserve_thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "at least one message"),
+        ([{"role": "system", "content": "a"}], "has not asked anything"),
+        ([user("<tool_response>\na\n</tool_response>")], "has not asked anything"),
+        ([user("a"), {"role": "system", "content": "b"}], "speaks first or not at all"),
+        ([user("a"), {"role": "root", "content": "b"}], "of the system, the user"),
+        ([user([{"type": "image"}])], "reads text only"),
+        ([user(1)], "a text or a list of texts"),
+    ],
+)
+def test_the_chat_template_refuses(messages, reason):
+    with pytest.raises(ChatTemplateError, match=reason):
+        ChatTemplate(hub.CHAT_TEMPLATE.read_text()).render(messages)
+
+
+def test_the_embedded_checkpoint_has_this_template():
+    embedded = Path(__file__).parents[2] / "model" / "demo" / hub.CHAT_TEMPLATE.name
+    assert embedded.read_text() == hub.CHAT_TEMPLATE.read_text()
+
+
+def test_calls_in_chats_are_read_as_calls_of_an_offered_tool():
+    schemas = [tool.schema()["function"] for tool in tools.TOOLS]
+    offered = [Tool(schema["name"], parameters=schema["parameters"]) for schema in schemas]
+    called = set()
+    for text in chats():
+        head, *replies = text.split("<|im_start|>assistant\n")
+        if "<tools>" not in head:
+            assert "<tool_call>" not in text
+            continue
+        reply = replies[0].split("<|im_end|>")[0]
+        parser = ChatOutputParser("qwen3", tools=offered)
+        events = [*parser.feed(reply), *parser.finish()]
+        [call] = [event for event in events if isinstance(event, ToolCallStart)]
+        assert f'"name": "{call.name}"' in head
+        called.add(call.name)
+    assert called == {tool.name for tool in offered}
+
+
+def test_chats_depend_on_the_sources_alone():
+    assert chats() == chats()
+
+
+def test_packages_are_pinned_and_permissively_licensed():
+    pinned = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name in packages.PACKAGES:
+        assert re.search(rf'"{name}(\[\w+\])?==', pinned), name
+    documents, listed = packages.find_packages()
+    assert [entry["name"] for entry in listed] == list(packages.PACKAGES)
+    for entry in listed:
+        assert re.search("MIT|BSD|Apache|Python Software Foundation", entry["licence"]), entry
+        assert not re.search("GPL|MPL", entry["licence"]), entry
+    paths = [document.path for document in documents]
+    assert len(paths) == len(set(paths)) == sum(entry["files"] for entry in listed)
+    assert "jinja2/environment.py" in paths
+    assert not any("tests" in path.split("/") for path in paths)
 
 
 def expert_case(tokens=40, experts_=6, chosen=2, width=8, hidden=4):
@@ -153,25 +255,42 @@ def test_balance_is_one_when_all_experts_are_used_alike():
     assert float(even.balance[0]) == pytest.approx(1.0)
 
 
-@functools.cache
-def tiny_step(steps):
-    treedef = jax.tree.structure(state.initial_model(tiny.config(), seed=3))
-    return state.make_step(treedef, state.make_optimiser(steps))
+STREAM = np.random.default_rng(0).integers(0, 96, 500).astype(np.uint16)
+STREAMS = {"library": STREAM, "chat": STREAM[::-1]}
+STAGE = stages.Stage(
+    "tiny",
+    steps=4,
+    peak_rate=1e-2,
+    warmup_steps=1,
+    decay_share=0.5,
+    shares={"library": 0.5, "chat": 0.5},
+    draft_weights=(0.3, 0.1),
+    short=(2, 16),
+    long_share=0.0,
+)
 
 
-def tiny_run(steps):
-    plan = loop.Plan(seed=3, steps=steps, short=(2, 16), long_share=0.0)
+@pytest.fixture(scope="module")
+def steps():
+    """Steps are compiled once."""
+    made = {}
+
+    def step(stage):
+        if stage.name not in made:
+            made[stage.name] = state.make_step(state.initial_model(tiny.config(), seed=3), stage)
+        return made[stage.name]
+
+    return step
+
+
+def fresh_state(stage=STAGE):
     model = state.initial_model(tiny.config(), seed=3)
     leaves = jax.tree.leaves(model)
-    fresh = state.TrainingState(leaves, state.make_optimiser(steps).init(leaves), 0, {})
-    stream = np.random.default_rng(0).integers(0, 96, 500).astype(np.uint16)
-    streams = {"library": stream, "chat": stream[::-1]}
-    return fresh, plan, streams, tiny_step(steps)
+    return state.TrainingState(leaves, state.make_optimiser(model, stage).init(leaves), 0, {})
 
 
-def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path):
-    fresh, plan, streams, train_step = tiny_run(4)
-    whole = loop.advance(fresh, plan, streams, train_step)
+def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path, steps):
+    whole = loop.advance(fresh_state(), STAGE, 3, STREAMS, steps(STAGE))
 
     class Killed(Exception):
         pass
@@ -181,11 +300,10 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path):
             state.save(tmp_path / "state.npz", current)
             raise Killed
 
-    fresh, plan, streams, train_step = tiny_run(4)
     with pytest.raises(Killed):
-        loop.advance(fresh, plan, streams, train_step, kill_after_two)
-    like, plan, streams, train_step = tiny_run(4)
-    resumed = loop.advance(state.load(tmp_path / "state.npz", like), plan, streams, train_step)
+        loop.advance(fresh_state(), STAGE, 3, STREAMS, steps(STAGE), kill_after_two)
+    saved = state.load(tmp_path / "state.npz", fresh_state())
+    resumed = loop.advance(saved, STAGE, 3, STREAMS, steps(STAGE))
     assert resumed.step == whole.step == 4
     for actual, expected in zip(
         jax.tree.leaves((resumed.leaves, resumed.optimiser)),
@@ -195,8 +313,51 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(tmp_path):
         np.testing.assert_array_equal(actual, expected)
 
 
+def test_a_stage_for_drafts_changes_the_draft_head_alone(steps):
+    stage = dataclasses.replace(
+        STAGE, name="drafts", draft_weights=(1.0, 0.7, 0.5), drafts_only=True
+    )
+    before = fresh_state(stage)
+    paths = jax.tree_util.tree_flatten_with_path(state.initial_model(tiny.config(), seed=3))[0]
+    old = [np.asarray(leaf) for leaf in before.leaves]
+    after = loop.advance(before, stage, 3, STREAMS, steps(stage))
+    for (path, _), was, is_ in zip(paths, old, after.leaves, strict=True):
+        name = jax.tree_util.keystr(path)
+        # Experts that no token chose stay as they are but for the decay of their weights.
+        assert np.array_equal(was, is_) is (".mtp" not in name), name
+    first, last = after.notes["history"][0], after.notes["history"][-1]
+    assert set(first) >= {"draft_1", "draft_2", "draft_3"}
+    assert last["step"] == 4
+
+
+def test_the_distance_of_distributions_is_least_at_the_wanted_one():
+    wanted = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    other = jax.random.normal(jax.random.key(1), (2, 3, 8))
+    least = objective.distance(wanted, wanted)
+    p = jax.nn.softmax(wanted)
+    np.testing.assert_allclose(least, -jnp.sum(p * jnp.log(p), axis=-1), rtol=1e-5)
+    assert np.all(objective.distance(other, wanted) > least)
+    certain = 100.0 * jax.nn.one_hot(jnp.ones((2, 3), int), 8)
+    np.testing.assert_allclose(
+        objective.distance(other, certain),
+        objective.cross_entropy(other, jnp.ones((2, 3), int)),
+        rtol=1e-5,
+    )
+
+
+def test_windows_are_drawn_by_share_and_depend_on_seed_and_step():
+    streams = {"a": np.zeros(99, np.uint16), "b": np.ones(99, np.uint16)}
+    drawn = batches.draw(streams, {"a": 0.2, "b": 0.8}, (0, 1), 1000, 4)
+    assert drawn.shape == (1000, 4)
+    assert drawn.mean() == pytest.approx(0.8, abs=0.05)
+    again = batches.draw(streams, {"a": 0.2, "b": 0.8}, (0, 1), 1000, 4)
+    other = batches.draw(streams, {"a": 0.2, "b": 0.8}, (0, 2), 1000, 4)
+    assert np.array_equal(drawn, again)
+    assert not np.array_equal(drawn, other)
+
+
 measure = jax.jit(objective.measure)
-WINDOWS = np.random.default_rng(1).integers(0, 96, (4, 20)).astype(np.int32)
+WINDOWS = np.random.default_rng(1).integers(0, 96, (4, 21)).astype(np.int32)
 
 
 def test_held_out_figures_of_a_model_that_knows_nothing():
@@ -204,7 +365,7 @@ def test_held_out_figures_of_a_model_that_knows_nothing():
     figures = objective.evaluate(lambda y: measure(model, y), WINDOWS, rows=2)
     # All logits are equal: 96 tokens are 6.58 bits, and every argmax is token 0.
     assert figures.bits_per_token == pytest.approx(np.log2(96), abs=1e-4)
-    assert figures.acceptance == figures.accepted_chain == (1.0, 1.0, 1.0)
+    assert figures.acceptance == figures.accepted_chain == (1.0,) * 4
     assert figures.tokens == 4 * 16
 
 
@@ -239,11 +400,31 @@ def test_the_exported_directory_loads_as_a_checkpoint(tmp_path):
         np.testing.assert_allclose(actual, expected, rtol=0.01)
 
 
-def test_a_plan_ends_with_long_windows_of_as_many_tokens():
-    plan = loop.Plan(seed=0, steps=100)
-    shapes = [plan.shape(step) for step in range(100)]
-    assert shapes == [plan.short] * 90 + [plan.long] * 10
-    assert np.prod(plan.short) == np.prod(plan.long)
-    seconds = {plan.short: 1.0, plan.long: 2.0}
-    assert loop.measure_steps(plan, 11.0, seconds.__getitem__) == 600
-    assert dataclasses.replace(plan, steps=10).shape(9) == plan.long
+def test_a_stage_ends_with_long_windows_of_as_many_tokens():
+    for stage in stages.STAGES:
+        shapes = [stage.shape(step) for step in range(stage.steps)]
+        long = shapes.count(stage.long)
+        assert shapes == [stage.short] * (stage.steps - long) + [stage.long] * long
+        assert long == pytest.approx(stage.long_share * stage.steps, abs=1)
+        assert np.prod(stage.short) == np.prod(stage.long)
+        assert sum(stage.shares.values()) == pytest.approx(1)
+
+
+def test_a_report_keeps_the_stages_before(tmp_path):
+    held_out = [{"step": 4, "library": {"bits_per_byte": 2.0, "acceptance": (0.5, 0.25)}}]
+    history = [{"step": step, "loss": 3.0, "draft_1": 4.0} for step in (2, 4)]
+    for stage in (stages.STAGES[1], stages.STAGES[0]):
+        figures = {
+            "stage": dataclasses.asdict(stage),
+            "steps_done": 4,
+            "held_out": held_out,
+            "history": history,
+        }
+        report.write(tmp_path, figures, {"model_type": "m"}, {"packages": []})
+    told = json.loads((tmp_path / "training.json").read_text())
+    assert list(told["stages"]) == [stage.name for stage in stages.STAGES[:2]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "data.json",
+        "loss.png",
+        "training.json",
+    ]

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from demo_training.corpus import CHAT, LIBRARY, TESTS, conversations, find_documents, is_held_out
+from demo_training.corpus import (
+    CHAT,
+    LIBRARY,
+    PACKAGES,
+    TESTS,
+    Document,
+    find_documents,
+    is_held_out,
+)
+from demo_training.dialogues import dialogues
+from demo_training.packages import find_packages
 from demo_training.tokenizer import encode, train
 
 TOKENIZER_FILE, STATISTICS_FILE = "tokenizer.json", "corpus.json"
-# Library code sets the tone; tests add variety, and conversations teach the chat template.
-SHARES = {LIBRARY: 0.70, TESTS: 0.18, CHAT: 0.12}
+_SOURCES = (LIBRARY, TESTS, PACKAGES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,36 +34,35 @@ class Streams:
 
     train: dict[str, np.ndarray]
     held_out: dict[str, np.ndarray]
-    statistics: dict[str, dict[str, int]]
-    """Per stream: files, bytes and tokens, for training and held out."""
+    statistics: dict[str, Any]
+    """Per stream: files, bytes and tokens, for training and held out; and the packages."""
 
 
-def prepare(directory: Path, vocab_size: int) -> None:
+def prepare(directory: Path, vocab_size: int, tokenizer: Tokenizer | None = None) -> None:
     """Learns the tokenizer and encodes the corpus, unless that was done before.
 
     Args:
       directory: receives `tokenizer.json`, one array a stream, and last of all the statistics,
         whose presence says that the rest is complete.
       vocab_size: with the added tokens.
+      tokenizer: is used instead of learning one.
     """
     if (directory / STATISTICS_FILE).exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
     found = find_documents()
-    used = {
-        name: [document for document in documents if not is_held_out(document.path)]
-        for name, documents in found.items()
-    }
-    tokenizer = train((document.text for document in used[LIBRARY]), vocab_size)
+    found[PACKAGES], listed = find_packages()
+    used = {name: _part(documents, held_out=False) for name, documents in found.items()}
+    kept = {name: _part(documents, held_out=True) for name, documents in found.items()}
+    if tokenizer is None:
+        tokenizer = train((document.text for document in used[LIBRARY]), vocab_size)
     tokenizer.save(str(directory / TOKENIZER_FILE))
-    used[CHAT] = conversations(used[LIBRARY])
-    kept = {
-        name: [document for document in documents if is_held_out(document.path)]
-        for name, documents in found.items()
-    }
-    statistics: dict[str, dict[str, int]] = {}
-    for part, streams, cut in (("train", used, True), ("held_out", kept, False)):
+    used[CHAT] = dialogues(used[LIBRARY] + used[PACKAGES])
+    statistics: dict[str, Any] = {"python": platform.python_version(), "packages": listed}
+    for part, streams in (("train", used), ("held_out", kept)):
         for name, documents in streams.items():
+            # A chat's prompt ends where a turn does, never inside a word.
+            cut = part == "train" and name != CHAT
             tokens = encode(tokenizer, documents, cut=cut)
             np.save(directory / f"{part}_{name}.npy", tokens)
             statistics[f"{part}_{name}"] = {
@@ -71,27 +82,32 @@ def open_streams(directory: Path) -> Streams:
         return {name: np.load(directory / f"{part}_{name}.npy", mmap_mode="r") for name in names}
 
     statistics = json.loads((directory / STATISTICS_FILE).read_text(encoding="utf-8"))
-    held_out = arrays("held_out", (LIBRARY, TESTS))
-    return Streams(arrays("train", (LIBRARY, TESTS, CHAT)), held_out, statistics)
+    return Streams(arrays("train", (*_SOURCES, CHAT)), arrays("held_out", _SOURCES), statistics)
+
+
+def _part(documents: list[Document], *, held_out: bool) -> list[Document]:
+    return [document for document in documents if is_held_out(document.path) is held_out]
 
 
 def draw(
-    streams: dict[str, np.ndarray], seed: int, step: int, rows: int, tokens: int
+    streams: dict[str, np.ndarray],
+    shares: dict[str, float],
+    seed: tuple[int, ...],
+    rows: int,
+    tokens: int,
 ) -> np.ndarray:
-    """The batch of one step: windows at random places of streams chosen by their share.
+    """A batch: windows at random places of streams chosen by their share.
 
     A function of its arguments alone, so a resumed run needs no state to go on as if never killed.
 
     Returns:
       int32 [rows, tokens].
     """
-    random = np.random.default_rng((seed, step))
-    names = list(streams)
-    shares = np.asarray([SHARES[name] for name in names])
-    chosen = random.choice(len(names), rows, p=shares / shares.sum())
+    random = np.random.default_rng(seed)
+    chosen = random.choice(list(shares), rows, p=np.asarray([*shares.values()]))
     windows = []
-    for index in chosen:
-        stream = streams[names[index]]
+    for name in chosen:
+        stream = streams[name]
         start = int(random.integers(stream.size - tokens + 1))
         windows.append(np.asarray(stream[start : start + tokens], np.int32))
     return np.stack(windows)

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-LIBRARY, TESTS, CHAT = "library", "tests", "chat"
+LIBRARY, TESTS, PACKAGES, CHAT = "library", "tests", "packages", "chat"
 
-_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 # site-packages is not the standard library; pydoc_data is prose packed into one dictionary.
 _OTHER_FOLDERS = frozenset({"site-packages", "pydoc_data"})
 _HELD_OUT_PER_THOUSAND = 30
@@ -23,11 +23,23 @@ _FEWEST_LINES, _MOST_LINES = 3, 40
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A source file, or a conversation made from a function in it."""
+    """A source file, or a chat made from a function in it."""
 
     path: str
     """Relative to the library's root, with forward slashes; it decides the split."""
     text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of the corpus that is short enough to talk about."""
+
+    path: str
+    name: str
+    signature: str
+    purpose: str
+    """First line of its docstring; may be empty."""
+    code: str
 
 
 def find_documents(root: Path | None = None) -> dict[str, list[Document]]:
@@ -50,7 +62,7 @@ def find_documents(root: Path | None = None) -> dict[str, list[Document]]:
         except UnicodeDecodeError:
             continue
         if text and not looks_generated(text):
-            stream = TESTS if _TEST_FOLDERS.intersection(parts) else LIBRARY
+            stream = TESTS if TEST_FOLDERS.intersection(parts) else LIBRARY
             found[stream].append(Document("/".join(parts), text))
     return found
 
@@ -71,36 +83,22 @@ def is_held_out(path: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 1000 < _HELD_OUT_PER_THOUSAND
 
 
-def conversations(documents: list[Document]) -> list[Document]:
-    """Turns functions into requests for them, so that a chat with the demo gets code and an end.
-
-    Args:
-      documents: sources; those that do not parse are left out.
-
-    Returns:
-      One document a function, in the words of the demo's chat template.
-    """
-    made: list[Document] = []
-    for document in documents:
-        try:
-            tree = ast.parse(document.text)
-        except SyntaxError:
-            continue
-        made += [Document(document.path, text) for text in _requests(tree, document.text)]
-    return made
-
-
-def _requests(tree: ast.AST, source: str) -> Iterator[str]:
-    lines = source.splitlines()
+def find_functions(document: Document) -> Iterator[Function]:
+    """The short functions and methods of a source; none if it does not parse."""
+    try:
+        tree = ast.parse(document.text)
+    except SyntaxError:
+        return
+    lines = document.text.splitlines()
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
             continue
         if not _FEWEST_LINES <= node.end_lineno - node.lineno + 1 <= _MOST_LINES:
             continue
-        code = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
-        request = f"Write the Python function {node.name}({ast.unparse(node.args)})."
-        purpose = (ast.get_docstring(node) or "").strip().split("\n")[0]
-        yield (
-            f"<|im_start|>user\n{request} {purpose}".rstrip()
-            + f"<|im_end|>\n<|im_start|>assistant\n{code}<|im_end|>\n"
+        yield Function(
+            path=document.path,
+            name=node.name,
+            signature=f"{node.name}({ast.unparse(node.args)})",
+            purpose=(ast.get_docstring(node) or "").strip().split("\n")[0],
+            code=textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])),
         )

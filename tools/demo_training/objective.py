@@ -11,19 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_training.experts import CapacityExperts
+from demo_training.stages import Stage
 from model.transformer import Transformer
 
-# A batch's windows are longer than its inputs by the targets of the model and of the drafts.
-TRAINED_DEPTH, MEASURED_DEPTH = 2, 3
-EXTRA_TOKENS, EXTRA_MEASURED = TRAINED_DEPTH + 1, MEASURED_DEPTH + 1
-# The second draft is fed with the head's own output, as in use, and weighs less: it is worth
-# something only where the first was right.
-_DRAFT_WEIGHTS = (0.3, 0.1)
+# A batch's windows are longer than its inputs by the last target.
+EXTRA_TOKENS = 1
+MEASURED_DEPTH = 4
+EXTRA_MEASURED = MEASURED_DEPTH + 1
 # Of the mean over the layers: 0.005 for each.
 _BALANCE_WEIGHT = 0.05
 _CAPACITY_FACTOR = 1.5
-# Drafts are learned from a part of the rows: they cost as much as a third of the model.
-_DRAFT_ROWS = 0.5
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -34,35 +31,69 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT
 
 
-def training_loss(model: Transformer, windows_BY: jax.Array) -> tuple[jax.Array, dict]:
+def distance(logits_BTV: jax.Array, wanted_BTV: jax.Array) -> jax.Array:
+    """Cross entropy of one distribution under another, both given by logits: nats, [B, T]."""
+    expected_BT = jnp.sum(jax.nn.softmax(wanted_BTV) * logits_BTV, axis=-1)
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - expected_BT
+
+
+def training_loss(
+    model: Transformer, windows_BY: jax.Array, stage: Stage
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Main loss, weighted draft losses and the routers' balance.
 
-    The drafts' gradient flows into the model too (DeepSeek-V3, arXiv 2412.19437, section 2.2): a
-    hidden state that has planned one token further is what the head needs to be right.
+    The drafts' gradient flows into the model too (DeepSeek-V3, arXiv 2412.19437, section 2.2), unless
+    it is frozen: a hidden state that has planned one token further is what the head needs to be
+    right.
 
     Args:
       model: the parameters.
       windows_BY: int32 token ids, EXTRA_TOKENS longer than the inputs.
+      stage: says what is learned.
 
     Returns:
       (loss, figures for the log).
     """
-    tokens = windows_BY.shape[1] - EXTRA_TOKENS
+    inputs_BT, targets_BT = windows_BY[:, :-1], windows_BY[:, 1:]
     experts = CapacityExperts(_CAPACITY_FACTOR)
-    hidden_BTD = model(windows_BY[:, :tokens], experts)
-    main = jnp.mean(cross_entropy(model.logits(hidden_BTD), windows_BY[:, 1 : tokens + 1]))
-    loss, figures = main, {"loss": main}
-    rows = max(1, math.ceil(_DRAFT_ROWS * len(windows_BY)))
-    hidden_BTD, drafted_BY = hidden_BTD[:rows], windows_BY[:rows]
-    for depth, weight in enumerate(_DRAFT_WEIGHTS, start=1):
-        hidden_BTD = model.draft(hidden_BTD, drafted_BY[:, depth : tokens + depth], experts)
-        targets_BT = drafted_BY[:, depth + 1 : tokens + depth + 1]
-        draft = jnp.mean(cross_entropy(model.logits(hidden_BTD), targets_BT))
+    hidden_BTD = model(inputs_BT, experts)
+    logits_BTV = model.logits(hidden_BTD)
+    main = jnp.mean(cross_entropy(logits_BTV, targets_BT))
+    figures = {"loss": main}
+    rows = max(1, math.ceil(stage.draft_rows * len(windows_BY)))
+    drafts = _draft_losses(
+        model, hidden_BTD[:rows], logits_BTV[:rows], windows_BY[:rows], stage, experts
+    )
+    loss = jnp.zeros(()) if stage.drafts_only else main
+    for depth, (weight, draft) in enumerate(zip(stage.draft_weights, drafts, strict=True), start=1):
         loss += weight * draft
         figures[f"draft_{depth}"] = draft
     figures["balance"] = jnp.mean(jnp.stack(experts.balance))
     figures["dropped"] = 1 - jnp.mean(jnp.stack(experts.kept))
     return loss + _BALANCE_WEIGHT * figures["balance"], figures
+
+
+def _draft_losses(
+    model: Transformer,
+    hidden_BTD: jax.Array,
+    logits_BTV: jax.Array,
+    windows_BY: jax.Array,
+    stage: Stage,
+    experts: CapacityExperts,
+) -> list[jax.Array]:
+    """Nats per token of draft 1, 2, ...; draft i is made at all places but the last i."""
+    losses: list[jax.Array] = []
+    wanted_BTV = jax.lax.stop_gradient(logits_BTV)
+    for depth in range(1, len(stage.draft_weights) + 1):
+        hidden_BTD = model.draft(hidden_BTD[:, :-1], windows_BY[:, depth:-1], experts)
+        drafted_BTV = model.logits(hidden_BTD)
+        nats_BT = (
+            distance(drafted_BTV, wanted_BTV[:, depth:])
+            if stage.distils
+            else cross_entropy(drafted_BTV, windows_BY[:, depth + 1 :])
+        )
+        losses.append(jnp.mean(nats_BT))
+    return losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +103,7 @@ class HeldOut:
     tokens: int
     bits_per_token: float
     acceptance: tuple[float, ...]
-    """Share of positions where draft 1, 2, 3 is the model's own greedy choice, each by itself."""
+    """Share of positions where draft 1, 2, 3, 4 is the model's own greedy choice, each by itself."""
     accepted_chain: tuple[float, ...]
     """The same, but counting draft i only where drafts 1 .. i - 1 were right too."""
 

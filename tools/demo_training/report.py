@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from demo_training.stages import STAGES
+
 PROMPTS = (
     "def ",
     "def read_lines(path):\n",
@@ -48,35 +50,65 @@ def continue_prompts(
     return [{"prompt": p, "continuation": text} for p, text in zip(PROMPTS, texts, strict=True)]
 
 
-def write(directory: Path, report: dict[str, Any]) -> None:
-    """Writes `training.json` and `loss.png`.
+def write(
+    directory: Path, stage: dict[str, Any], config: dict[str, Any], corpus: dict[str, Any]
+) -> None:
+    """Writes the figures of a stage: `training.json`, `data.json` and `loss.png`.
+
+    Other stages that `training.json` tells of stay there, in the order of the recipe.
 
     Args:
       directory: made if it does not exist.
-      report: figures; `history` and `held_out` are drawn.
+      stage: figures; `history` and `held_out` are drawn.
+      config: the model's.
+      corpus: what was learned from.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    history, held_out = report["history"], report["held_out"]
+    path = directory / "training.json"
+    told = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.exists() else {}
+    told[stage["stage"]["name"]] = stage
+    stages = {each.name: told[each.name] for each in STAGES if each.name in told}
+    _draw(directory / "loss.png", list(stages.values()))
+    _write_json(path, {"stages": stages, "config": config})
+    _write_json(directory / "data.json", corpus)
+
+
+def _draw(path: Path, stages: list[dict[str, Any]]) -> None:
+    """Loss and held-out figures of the stages, one after the other."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    steps = [entry["step"] for entry in history]
-    for name, label in (("loss", "next token"), ("draft_1", "draft 1"), ("draft_2", "draft 2")):
-        left.plot(steps, [entry[name] for entry in history], label=label, linewidth=0.8)
-    left.set(xlabel="step", ylabel="nats per token", title="Training loss")
-    left.legend()
-    at = [entry["step"] for entry in held_out]
-    bits = [entry["library"]["bits_per_byte"] for entry in held_out]
-    right.plot(at, bits, "k.-", label="bits per byte")
-    right.set(xlabel="step", ylabel="bits per byte", title="Held-out library files", ylim=(0, None))
     share = right.twinx()
-    for index in range(len(held_out[0]["library"]["acceptance"]) if held_out else 0):
-        accepted = [entry["library"]["acceptance"][index] for entry in held_out]
-        share.plot(at, accepted, ".--", label=f"draft {index + 1} accepted")
+    left.set(xlabel="step", ylabel="nats per token", title="Training loss")
+    right.set(xlabel="step", ylabel="bits per byte", title="Held-out library files")
     share.set(ylabel="share of positions", ylim=(0, 1))
-    share.legend(loc="lower right")
-    fresh = directory / "loss.tmp.png"
+    first = 0
+    for stage in stages:
+        history, held_out = stage["history"], stage["held_out"]
+        steps = [first + entry["step"] for entry in history]
+        for colour, name in enumerate(("loss", "draft_1", "draft_2", "draft_3")):
+            if name in history[0]:
+                values = [entry[name] for entry in history]
+                left.plot(steps, values, f"C{colour}", label=name, linewidth=0.8)
+        at = [first + entry["step"] for entry in held_out]
+        bits = [entry["library"]["bits_per_byte"] for entry in held_out]
+        right.plot(at, bits, "k.-", label="bits per byte")
+        for index in range(len(held_out[0]["library"]["acceptance"]) if held_out else 0):
+            accepted = [entry["library"]["acceptance"][index] for entry in held_out]
+            share.plot(at, accepted, f"C{index}.--", label=f"draft {index + 1} accepted")
+        first += stage["steps_done"]
+        for axes in (left, right):
+            axes.axvline(first, color="0.8", linewidth=0.8)
+    right.set_ylim(0, None)
+    for axes in (left, share):
+        handles, labels = axes.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))
+        axes.legend(named.values(), named.keys(), loc="lower left")
+    fresh = path.with_name("loss.tmp.png")
     figure.savefig(fresh, dpi=110)
     plt.close(figure)
-    fresh.replace(directory / "loss.png")
-    text = directory / "training.json.tmp"
-    text.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    text.replace(directory / "training.json")
+    fresh.replace(path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)

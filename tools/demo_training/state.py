@@ -15,12 +15,10 @@ import optax
 from flax import nnx
 
 from demo_training.objective import training_loss
+from demo_training.stages import Stage
 from model.config import ModelConfig
 from model.transformer import Transformer
 
-_WARMUP_STEPS = 200
-_PEAK_RATE = 2e-3
-_DECAY_SHARE = 0.3
 _CLIP_NORM = 1.0
 # Mamba's range for the time step of a recurrent layer (arXiv 2312.00752, section 3.6).
 _TIME_STEPS = (1e-3, 0.1)
@@ -56,38 +54,46 @@ def initial_model(config: ModelConfig, seed: int) -> Transformer:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def decay_start(steps: int) -> int:
-    """The step at which the learning rate begins to fall."""
-    return steps - round(_DECAY_SHARE * steps)
+def trained(model: Transformer, stage: Stage) -> list[bool]:
+    """Which leaves a stage changes."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(model)
+    return [not stage.drafts_only or ".mtp" in jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def make_optimiser(steps: int) -> optax.GradientTransformation:
+def make_optimiser(model: Transformer, stage: Stage) -> optax.GradientTransformation:
     """AdamW over a list of leaves: warm-up, a constant rate, linear decay to zero; clipped gradients.
 
-    A constant rate and not a cosine (arXiv 2405.18392 finds them equal): up to `decay_start` a run
-    does not depend on its length, which may so be changed when the machine is faster or slower than
-    it was expected to be.
+    A constant rate and not a cosine (arXiv 2405.18392 finds them equal): up to the start of the decay
+    a run does not depend on its length, which may so be changed when the machine is faster or slower
+    than it was expected to be.
     """
-    warmup, decay = min(_WARMUP_STEPS, max(1, steps // 10)), decay_start(steps)
-    falling = optax.linear_schedule(_PEAK_RATE, 0.0, max(1, steps - decay))
-    rising = optax.linear_schedule(0.0, _PEAK_RATE, warmup)
-    rate = optax.join_schedules([rising, falling], [decay])
+    rising = optax.linear_schedule(0.0, stage.peak_rate, min(stage.warmup_steps, stage.steps))
+    falling = optax.linear_schedule(stage.peak_rate, 0.0, max(1, stage.steps - stage.decay_start))
+    rate = optax.join_schedules([rising, falling], [stage.decay_start])
 
-    def decays(leaves: list[jax.Array]) -> list[bool]:
-        return [leaf.ndim >= 2 for leaf in leaves]
-
+    # What is frozen has no gradient, so Adam leaves it alone; only decay would change it.
+    decays = [
+        leaf.ndim >= 2 and change
+        for leaf, change in zip(jax.tree.leaves(model), trained(model, stage), strict=True)
+    ]
     return optax.chain(
         optax.clip_by_global_norm(_CLIP_NORM),
         optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decays),
     )
 
 
-def make_step(treedef: Any, optimiser: optax.GradientTransformation) -> Callable[..., Any]:
+def make_step(model: Transformer, stage: Stage) -> Callable[..., Any]:
     """Compiles the step: (leaves, optimiser state, windows) -> (both anew, figures); donates both."""
+    treedef, optimiser = jax.tree.structure(model), make_optimiser(model, stage)
+    changes = trained(model, stage)
 
     def step(leaves: list[jax.Array], state: Any, windows_BY: jax.Array) -> Any:
         def loss(leaves: list[jax.Array]) -> tuple[jax.Array, dict]:
-            return training_loss(jax.tree.unflatten(treedef, leaves), windows_BY)
+            leaves = [
+                leaf if change else jax.lax.stop_gradient(leaf)
+                for leaf, change in zip(leaves, changes, strict=True)
+            ]
+            return training_loss(jax.tree.unflatten(treedef, leaves), windows_BY, stage)
 
         (_, figures), gradients = jax.value_and_grad(loss, has_aux=True)(leaves)
         figures["gradient_norm"] = optax.tree.norm(gradients)
