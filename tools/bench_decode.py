@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from model.config import ModelConfig
 from model.costs import round_bytes
+from model.weight_layouts import WeightLayout, layout_of
 from service.engine.executor import JaxExecutor, load_executor
 from service.engine.types import Request, SamplingParams
 
@@ -101,7 +102,7 @@ def measure(executor: JaxExecutor, point: Point, prompts: list[list[int]], optio
     point.dispatch_ms.append(1000 * dispatch / calls)
 
 
-def table(points: list[Point], config: ModelConfig, item_bytes: int) -> str:
+def table(points: list[Point], config: ModelConfig, item_bytes: int, layout: WeightLayout) -> str:
     """The figures as text; ratios are to draft length 0 with as many streams."""
     lines = [
         "streams  U   round ms   x U=0   tokens/s   x U=0   tokens/round   accepted   "
@@ -112,7 +113,7 @@ def table(points: list[Point], config: ModelConfig, item_bytes: int) -> str:
         round_ms = statistics.median(point.round_ms)
         speed = statistics.median(point.tokens_per_second)
         base.setdefault(point.streams, (round_ms, speed))
-        moved = round_bytes(config, point.streams, point.draft_length, item_bytes)
+        moved = round_bytes(config, point.streams, point.draft_length, item_bytes, layout)
         share = f"{point.accepted / point.drafted:8.0%}" if point.drafted else " " * 8
         lines.append(
             f"{point.streams:7d} {point.draft_length:2d} {round_ms:10.2f} "
@@ -130,7 +131,8 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids[-200:] for text in held_out_functions(16)]
     points: list[Point] = []
-    config = ModelConfig.from_hf(json.loads((options.checkpoint / "config.json").read_text()))
+    hf_config = json.loads((options.checkpoint / "config.json").read_text())
+    config, layout = ModelConfig.from_hf(hf_config), layout_of(hf_config, options.dtype)
     item_bytes = {"float32": 4, "bfloat16": 2}[options.dtype]
     for streams in options.streams:
         executor = load_executor(
@@ -150,7 +152,7 @@ def main() -> int:
             for point in row:
                 measure(executor, point, prompts, options)
         points += row
-        print(table(row, config, item_bytes), flush=True)
+        print(table(row, config, item_bytes, layout), flush=True)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(p) for p in points], indent=1))
     return 0

@@ -14,16 +14,13 @@ import pathlib
 import shutil
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from byte_progress import ByteProgress  # noqa: E402
+from byte_progress import ByteProgress
 
-from model import checkpoint_files, checkpoint_orbax  # noqa: E402
-from model.checkpoint_files import CheckpointError  # noqa: E402
-from service.model_card import fingerprint, other_files, weights_fingerprint  # noqa: E402
+from model import checkpoint_files, checkpoint_orbax
+from model.checkpoint_files import CheckpointError
+from service.model_card import fingerprint, other_files, weights_fingerprint
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -14,18 +14,15 @@ import pathlib
 import resource
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from byte_progress import ByteProgress  # noqa: E402
+import jax
+import jax.numpy as jnp
+from byte_progress import ByteProgress
 
-from model import checkpoint  # noqa: E402
-from model.config import ConfigError  # noqa: E402
-from service.memory import resident_bytes  # noqa: E402
+from model import checkpoint
+from model.config import ConfigError
+from service.memory import resident_bytes
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -22,17 +22,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tools"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import safetensors.numpy  # noqa: E402
-from byte_progress import ByteProgress  # noqa: E402
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from byte_progress import ByteProgress
 
-from model.checkpoint_files import (  # noqa: E402
+from model.checkpoint_files import (
     INDEX_FILE,
     CheckpointError,
     StoredTensor,
@@ -40,13 +37,13 @@ from model.checkpoint_files import (  # noqa: E402
     read_index,
     read_json,
 )
-from model.quantization import (  # noqa: E402
+from model.quantization import (
     QuantizationError,
     QuantizedWeight,
     quantization_error,
     quantize,
 )
-from model.weight_layouts import LAYOUTS  # noqa: E402
+from model.weight_layouts import LAYOUTS
 
 CONFIG_FILE = "config.json"
 ERRORS_FILE = "quantization_errors.json"

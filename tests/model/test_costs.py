@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import jax
+import pytest
 
+import qwen3_6
 import tiny
 from model import state as state_lib
+from model.config import ModelConfig
 from model.costs import replay_bytes, round_bytes
+from model.weight_layouts import LAYOUTS
 
 
 def test_replay_inputs_are_what_the_state_holds_more_with_drafts():
@@ -43,3 +47,12 @@ def test_round_bytes():
     one = round_bytes(config, streams=1, draft_length=0, item_bytes=4)
     assert one == 4 * (everything - drafting - table) - unused + state
     assert round_bytes(config, streams=1, draft_length=3, item_bytes=4) > one
+
+
+def test_round_bytes_of_the_real_model(subtests):
+    """The published layouts, as the facts of the real model state them, in GB (decimal)."""
+    config = ModelConfig.from_hf(qwen3_6.HF_CONFIG)
+    for layout, streams, expected in (("fp8", 1, 3.61), ("nvfp4", 16, 10.9)):
+        with subtests.test(layout=layout, streams=streams):
+            moved = round_bytes(config, streams, 0, 2, LAYOUTS[layout])
+            assert moved / 1e9 == pytest.approx(expected, rel=0.02)
