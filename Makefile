@@ -24,7 +24,7 @@ serve: $(VENV)/installed ## serve the embedded checkpoint until interrupted
 	$(BIN)/python -m service $(ARGS)
 
 test: $(DEV_STAMP) ## all tests
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: format-check lint types test ## what CI runs
 

@@ -15,6 +15,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # Servers that tests start leave the user's own cache alone.
 os.environ["TANDEM_COMPILATION_CACHE"] = "none"
 
+import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -25,3 +26,9 @@ install_import_hook("model", "beartype.beartype")
 # longer than any deadline for one example.
 settings.register_profile("tandem", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("tandem")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What compiles begins first, so that no worker is left with a long file at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, "service" in item.path.parts))

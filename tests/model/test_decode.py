@@ -48,7 +48,7 @@ def full_forward_greedy(ids: tuple[int, ...], count: int) -> list[int]:
     return tokens[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 66, 129, 200])
+@pytest.mark.parametrize("length", [1, 16, 17, 64, 65, 129, 200])
 def test_cached_decode_equals_full_forward_at_every_draft_length(driver, length):
     """Case 1. Lengths around every page (16) and chunk (64) border."""
     ids = prompt(length, seed=length)

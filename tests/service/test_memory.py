@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -129,7 +130,9 @@ def test_memory_is_flat_over_2000_requests():
 async def test_measured_alone(checkpoint):
     executor = FakeExecutor(dataclasses.replace(LIMITS, slots=8, pages=1 + 8 * 64))
     # Its diary, which other tests read, would be all that grows here.
-    executor.log = executor.inserted = executor.draft_lengths = collections.deque(maxlen=0)  # type: ignore[assignment]
+    nothing: Any = collections.deque(maxlen=0)
+    executor.log = executor.inserted = executor.draft_lengths = nothing
+    executor.allowed = executor.held = nothing
     async with live_server(checkpoint, executor=executor) as live:
         tracemalloc.start()
         try:

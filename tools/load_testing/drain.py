@@ -13,6 +13,8 @@ from load_testing.own_server import OwnServer
 from load_testing.stream_check import StreamCheck
 from service.pb import inference_pb2
 
+BEGUN_TOGETHER = 4
+
 
 @dataclasses.dataclass
 class DrainReport:
@@ -44,14 +46,18 @@ async def drain_under_load(
         stopping={"max_tokens": reply_tokens, "ignore_eos": True},
         include={"token_ids": True},
     )
-    calls = [inference.Generate(request) for _ in range(streams)]
-    checks = [StreamCheck(1) for _ in calls]
+    calls: list[Any] = []
+    checks = [StreamCheck(1) for _ in range(streams)]
 
     async def begin(call: Any, check: StreamCheck) -> None:
         while not check.tokens:
             check.take(await call.read())
 
-    await asyncio.gather(*map(begin, calls, checks))
+    # Not all at once: the waiting queue may be shorter than that.
+    for first in range(0, streams, BEGUN_TOGETHER):
+        batch = checks[first : first + BEGUN_TOGETHER]
+        calls += [inference.Generate(request) for _ in batch]
+        await asyncio.gather(*map(begin, calls[first:], batch))
     report.accepted = len(calls)
     server.process.terminate()
     refusing = asyncio.create_task(_be_refused(inference, server, report))
