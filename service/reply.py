@@ -263,7 +263,7 @@ class ChoiceReply:
             ),
             sampling=sampling,
             stopping=stopping,
-            constraint=constraint,
+            constraint=constraint if constraint.WhichOneof("kind") else None,
         )
 
     def _show(self, text: str) -> str:
